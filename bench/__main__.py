@@ -30,7 +30,13 @@ from dlp.kernels import loader
 
 
 class Part(NamedTuple):
-    """A program, whether it has a plot, its arguments for one size, and whether its sizes are shapes of linears."""
+    """A benchmark program.
+
+    main      function that takes command-line arguments and returns an exit code
+    draws     whether the program accepts --plot
+    quick     its arguments under --quick, for one size
+    shapes    whether the program accepts --shapes
+    """
 
     main: Callable[[Sequence[str]], int]
     draws: bool
@@ -50,7 +56,7 @@ PARTS = {
 
 
 def arguments_of(name: str, folder: Path, quick: bool, shapes: Sequence[str]) -> list[str]:
-    """The command line of a part."""
+    """Return the command-line arguments of a part: result files in `folder`, and `shapes`, or one size if `quick`."""
     part = PARTS[name]
     files = ["--json", str(folder / f"{name}.json"), *(["--plot", str(folder / f"{name}.png")] if part.draws else [])]
     if part.shapes and shapes:
@@ -77,9 +83,11 @@ def shape(text: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__.split("\n")[0])
     parser.add_argument("parts", nargs="*", metavar="PART", default=list(PARTS), help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="MxKxN", help="of gemm and linear")
+    parser.add_argument(
+        "--shapes", type=shape, nargs="+", default=[], metavar="MxKxN", help="shapes for gemm and linear"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of results (runs/bench)")
-    parser.add_argument("--quick", action="store_true", help="one size of each")
+    parser.add_argument("--quick", action="store_true", help="run one size of each part")
     known = parser.parse_args(arguments)
     if unknown := [name for name in known.parts if name not in PARTS]:
         parser.error(f"unknown part {', '.join(unknown)}: the parts are {', '.join(PARTS)}")

@@ -2,13 +2,12 @@
 
     python -m bench.attention [--shapes 1x8192x16x4x128 ...] [--backends flash cudnn] [--json FILE]
 
-    q [B, heads, S, D], k and v [B, kv heads, S, D], views of [B, S, heads, D] as a block makes the three, bf16
+    q [B, heads, S, D], k and v [B, kv heads, S, D], bf16, transposed views of [B, S, heads, D] as in a transformer block
 
-A shape is batch x sequence x heads x kv heads x head_dim. `torch` is the backend that torch chooses; its name is
-printed. Grouped heads are passed to the kernel (`enable_gqa`); `--repeat` times copies of k and v for every head as
-well.
-Milliseconds are medians over iterations, TFLOP/s count the causal half; error is the relative distance of the output and of the
-gradient of q from those of flash.
+A shape is batch x sequence x heads x kv heads x head_dim. With backend `torch`, torch chooses the backend, and its name is
+printed. Grouped heads are passed to the kernel (`enable_gqa`); `--repeat` also times a variant that copies k and v for every
+head. Milliseconds are medians over iterations, and TFLOP/s count the causal half of the products. `error` is the relative
+distance from the backend flash, the maximum over the output and the gradient of q.
 """
 
 from __future__ import annotations
@@ -41,7 +40,12 @@ WARM, COUNT = 3, 10
 
 @dataclass(frozen=True)
 class Line:
-    """One backend at one shape; milliseconds and TFLOP/s of forward, and of forward + backward."""
+    """Result of one backend at one shape.
+
+    forward, both                  milliseconds of forward, and of forward + backward
+    forward_tflops, both_tflops    TFLOP/s of the same
+    error                          relative distance from the backend flash
+    """
 
     shape: str
     backend: str
@@ -62,7 +66,7 @@ def shape_of(text: str) -> Shape:
 
 
 def inputs(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as a block makes them."""
+    """Return random q, k and v with the strides that they have in a transformer block."""
     batch, sequence, heads, kv_heads, dim = shape
     q, k, v = (
         torch.randn(batch, sequence, each, dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
@@ -99,7 +103,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def measure(text: str, backends: Sequence[str], repeat: bool) -> Iterator[Line]:
-    """A line for each backend that can run the shape; the reason is printed for any other backend."""
+    """Yield a line for each backend that can run the shape; print the reason for any other backend."""
     shape = shape_of(text)
     batch, sequence, heads, _, dim = shape
     torch.manual_seed(0)

@@ -2,13 +2,13 @@
 
     python -m bench.boundary [--recipes fp8_current] [--blocks 4] [--json FILE]
 
-The weights are those of Llama blocks of 8B shape; four have 28 of them, 872 million parameters. They are stored in
-bf16, or in fp32 and rounded to bf16 first, since activations are bf16. `together` is `end_step`; `alone` makes the
-same casts weight by weight. Milliseconds:
+The weights are those of Llama blocks with the shapes of the 8B model; four blocks have 28 weights with 872 million
+parameters. Weights are stored in bf16, or in fp32 (`held`) and rounded to bf16 before the cast, since activations are bf16.
 
-    device     medians of device time, with the device busy until everything is queued
-    host       host time until everything is queued
-    TB/s       weights read once and operands written once, over the device time together
+    device     median milliseconds of `end_step` on the device, which another kernel keeps busy until all launches are queued
+    host       milliseconds in which the host queues the launches of `end_step`
+    alone      the column before, for casts that are launched weight by weight
+    TB/s       bytes of all weights, read once, and of all operands, written once, divided by `device`
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ COUNT, ROUNDS = 4, 5
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table, times in milliseconds."""
+    """One line of the table.
+
+    held             dtype of the stored weights, a key of DTYPES
+    device, host     milliseconds of `end_step` on the device and on the host
+    ..._alone        milliseconds of the same casts, launched weight by weight
+    tb_s             TB/s of `end_step` on the device
+    """
 
     recipe: str
     held: str
@@ -55,7 +61,15 @@ class Line:
 
 def model_of(recipe: str, held: str, blocks: int, layers: Sequence[tuple[int, tuple[int, ...]]] = LAYERS,
              device: str = "cuda") -> nn.Sequential:  # fmt: skip
-    """Layers that have run once, so that the step boundary casts their weights."""
+    """Build linears and run each once, so that the step boundary casts their weights.
+
+    Args:
+        recipe: name of a recipe.
+        held: dtype of the weights, a key of DTYPES.
+        blocks: number of copies of `layers`.
+        layers: in_features of each linear, and the out_features of its siblings.
+        device: device type.
+    """
     model = nn.Sequential(
         *(
             dlp.Linear(k, out, recipe=recipe, device=device, dtype=DTYPES[held])
@@ -71,7 +85,7 @@ def model_of(recipe: str, held: str, blocks: int, layers: Sequence[tuple[int, tu
 
 
 def boundary_alone(model: nn.Module) -> Run:
-    """The step boundary with each weight cast by itself."""
+    """Return a function that runs the step boundary, and casts weights one by one."""
     runtime, kept = session_of(model), {core.weights: Values() for core in cores(model)}
 
     def run() -> None:
@@ -86,7 +100,7 @@ def boundary_alone(model: nn.Module) -> Run:
 
 
 def nbytes(model: nn.Module) -> int:
-    """Bytes of the weights and of their operands."""
+    """Return the number of bytes of all weights and their operands."""
     parts = [part for core in cores(model) for weight in core.weights for part in weight.parts]
     return sum(tensor.nbytes for tensor in (*model.parameters(), *parts))
 

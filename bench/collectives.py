@@ -1,16 +1,18 @@
-"""Time of gathering an operand, of summing a result, and of a pair of linears, compared with bf16 in the same run.
+"""Time of gathering an operand, of reducing a result, and of a pair of linears, compared with bf16 in the same run.
 
     torchrun --nproc-per-node 4 -m bench.collectives [--sizes 8192x8192] [--only gather] [--json FILE] [--plot FILE]
 
-    gather    bf16 tokens of each rank -> the operand of all tokens that fprop reads: quantize, agree, gather;
-              against the gather of the same tokens in bf16 by torch's own collective
-    reduce    a bf16 contribution [tokens, features] -> this rank's rows of the sum, in each wire format;
-              against torch's own reduce-scatter in bf16; by collectives, and, "mapped", through memory that ranks map
-    linear    forward and backward of a column and a row, serial and chunked; against serial bf16
+    gather    bf16 tokens of each rank -> the operand of all tokens that fprop reads: agree on an amax, quantize, gather;
+              compared with torch's all_gather of the same tokens in bf16
+    reduce    bf16 contributions [tokens, features] of each rank -> this rank's rows of their sum, in each wire format, by
+              NCCL, and ("mapped") through memory that the GPUs map from each other; compared with torch's
+              reduce_scatter in bf16
+    linear    forward and backward of a column- and a row-parallel linear, with overlap serial and chunked; compared with
+              bf16 and overlap serial
 
-Sizes are tokens of all ranks x features. Times are of the device: the host runs ahead behind a sleeping kernel;
-variants alternate, inputs rotate, and the printed time is the median over repetitions of the slowest rank. On CPUs (gloo) they
-are wall times, which only show that everything runs. Bytes are the bytes that a rank receives.
+Sizes are tokens of all ranks x features. Times are device times: the host queues all calls while a kernel keeps the device
+asleep. Variants alternate, inputs rotate, and the printed time is the median over repetitions of the slowest rank's time. On
+CPUs (gloo) times are wall times, which only show that everything runs. Bytes are the bytes that a rank receives.
 """
 
 from __future__ import annotations
@@ -44,21 +46,30 @@ from dlp.quant.tensor import QuantizedTensor
 from launch.ranks.process_exit import refuse
 
 Run = Callable[[], Any]
-# functions of torch, renamed in 2.13
+# torch 2.13 renamed both functions
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 BUFFERS = 4  # number of inputs that rotate; at the sizes of interest all together exceed the L2 cache
 REPETITIONS, WARM = 9, 2  # the first WARM repetitions are not counted
 SLEEP = 60_000_000  # cycles that the device sleeps while the host runs ahead, about 30 ms
-# Shares of the time of the bf16 gather that must be reached with 4 ranks and 8192x8192.
-MOST = 1.05  # limit relative to the time of torch's bf16 reduce-scatter, on 2 ranks through mapped memory
+# Limit of a reduction through mapped memory, relative to torch's reduce_scatter in bf16, for 2 ranks and size 8192x8192
+MOST = 1.05
+# Limits of gathers, relative to torch's all_gather in bf16, for 4 ranks and size 8192x8192
 TARGETS = {"fp8_delayed": 0.72, "fp8_block": 0.72, "fp8_current": 0.80, "nvfp4": 0.60}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One printed line. `share`: relative to the baseline's time; `quantize_us`: the part of the time before the
-    gather."""
+    """One printed line.
+
+    kind, name, size    operation (a key of KINDS), variant, and tokens x features
+    microseconds        time of the variant
+    share               time relative to the baseline of this kind and size
+    megabytes           MB that a rank receives; 0 for a linear
+    bytes_share         bytes relative to bf16; 0 for a linear
+    quantize_us         microseconds of the cast alone, which precedes the gather; None for other kinds
+    target              limit of `share`; None if no limit applies
+    """
 
     kind: str
     name: str
@@ -73,7 +84,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bench:
-    """Devices and ranks of the benchmark. `calls`: calls between two clock readings."""
+    """Mesh of the ranks, device of this rank, and `calls`, the number of calls that are timed together."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -84,7 +95,7 @@ class Bench:
         return self.mesh.size()
 
     def once(self, run: Run, calls: int) -> float:
-        """Microseconds per call."""
+        """Return the microseconds of one of `calls` successive calls of `run` on this rank."""
         dist.barrier()
         if self.device.type == "cpu":
             start = time.perf_counter()
@@ -110,7 +121,7 @@ class Bench:
         return [statistics.median(column) for column in slowest.t().tolist()]
 
     def inputs(self, rows: int, columns: int) -> Callable[[], Tensor]:
-        """bf16 matrices that rotate."""
+        """Return a function whose calls return BUFFERS random bf16 matrices [rows, columns] in turn."""
         torch.manual_seed(dist.get_rank())
         made = (torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16) for _ in range(BUFFERS))
         turn = itertools.cycle(list(made))
@@ -118,13 +129,13 @@ class Bench:
 
 
 def column(bench: Bench, recipe: str, features: int) -> BoundSpec:
-    """The spec of a sequence-parallel column layer with this recipe."""
+    """Return the bound spec of a sequence-parallel, column-parallel linear with this recipe."""
     options: dict[str, Any] = {"tp": bench.mesh, "sequence_parallel": True, "device": bench.device}
     return dlp.ColumnParallelLinear(features, 16 * bench.world, recipe=recipe, **options).core.bound
 
 
 def gathered(bound: BoundSpec, x: Tensor) -> QuantizedTensor:
-    """Cast and gather x, as a linear does before fprop."""
+    """Cast and gather x as a linear does before fprop."""
     plan = bound.plan(len(x))
     operand = quantize_route(bound, plan, plan.x[False], [x], bound.spec.owners("x"))[0].rowwise
     assert operand is not None
@@ -133,7 +144,7 @@ def gathered(bound: BoundSpec, x: Tensor) -> QuantizedTensor:
 
 
 def received(bench: Bench, bound: BoundSpec, shape: tuple[int, int]) -> float:
-    """Bytes that a rank receives for x of `shape` from each rank."""
+    """Return the bytes that a rank receives from all other ranks, each of which has x of `shape`."""
     return bound.spec.recipe.x.rowwise.format.nbytes(shape, torch.bfloat16, along=0) * (bench.world - 1)
 
 
@@ -238,7 +249,7 @@ def show(line: Line) -> None:
 
 
 def plot(lines: Sequence[Line], title: str, file: Path) -> None:
-    """Plot shares of the baseline's time, a bar for each variant, in panels by kind and size."""
+    """Plot times relative to the baseline, with a bar for each variant and a panel for each kind and size."""
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((line.kind, line.size) for line in lines))

@@ -1,13 +1,14 @@
-"""Causal attention over cp: `dlp.Context.attention` beside torch's own context parallelism, forward and forward + backward.
+"""Causal attention over cp by `dlp.Context.attention` and by torch's context parallelism, forward and forward + backward.
 
     torchrun --nproc-per-node 4 -m bench.context [--cp 2 4] [--tokens 8192 32768] [--backends flash cudnn] [--json FILE]
 
-    q [1, 32, S / cp, 128], k and v [1, 8, S / cp, 128] of this rank, bf16, chunks r and 2 cp - 1 - r on both sides
+    q [1, 32, S / cp, 128], k and v [1, 8, S / cp, 128], bf16; both dlp and torch give chunks r and 2 cp - 1 - r to rank r
 
-Torch rotates keys and values by "allgather" or by "alltoall", which is a ring, and reads grouped heads, or copies of k and v
-for every head ("repeated"; the copies are timed). Milliseconds are medians of the slowest rank; TFLOP/s of a rank in forward +
-backward count the causal half; GB is the peak of memory of rank 0; error is the largest relative distance of y and
-gradients from dlp's with the same backend. Torch has kernels for GPUs alone: on CPUs only dlp's rows are printed.
+Torch moves keys and values by "allgather" or by "alltoall", which is a ring. It reads grouped heads, or copies of k and v for
+every head ("repeated"; making the copies is timed). Milliseconds are medians on the slowest rank. TFLOP/s are those of one rank
+in forward + backward, and count the causal half of the products. GB is the peak memory of rank 0. `error` is the largest
+relative distance of y and the gradients from dlp's with the same backend. Torch's context parallelism needs GPUs: on CPUs only
+dlp is measured.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def milliseconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median milliseconds of a run, of the slowest rank."""
+    """Return the median milliseconds of `run` on the slowest rank."""
     wait, times = torch.cuda.synchronize if device.type == "cuda" else dist.barrier, list[float]()
     for _ in range(WARM + COUNT):
         dist.barrier()
@@ -56,18 +57,18 @@ def milliseconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def variants(mesh: DeviceMesh, tokens: int, device: torch.device) -> Iterator[tuple[str, Attention, Any]]:
-    """Name, attention, and the context in which attention and gradients run."""
+    """Yield the name of each variant, its attention function, and the context in which its forward and backward run."""
     yield "dlp", dlp.Context.of(mesh).attention, nullcontext()
     for method in ("allgather", "alltoall") if device.type == "cuda" else ():
         for repeated in (False, True):
             set_rotate_method(method)
-            positions = torch.arange(tokens, device=device)  # torch needs one tensor of the sequence
+            positions = torch.arange(tokens, device=device)  # context_parallel needs a buffer
             context = context_parallel(mesh["cp"], buffers=[positions], buffer_seq_dims=[0])
             yield f"torch {method}{' repeated' * repeated}", partial(attend, repeat=repeated), context
 
 
 def measured(mesh: DeviceMesh, tokens: int, backend: str, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row for each variant, with the reason if torch refuses the variant."""
+    """Yield a row of results for each variant; `refused` is the error of a variant that cannot run, else ""."""
     cp, on_gpu, expected = mesh["cp"].size(), device.type == "cuda", list[Tensor]()
     torch.manual_seed(dist.get_rank())
     shapes = [(1, heads, tokens // cp, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
@@ -80,7 +81,7 @@ def measured(mesh: DeviceMesh, tokens: int, backend: str, device: torch.device) 
 
         row: dict[str, Any] = {"cp": cp, "tokens": tokens, "backend": backend, "attention": name, "refused": ""}
         with context, sdpa_kernel(BACKENDS[backend]) if on_gpu else nullcontext():  # type: ignore[arg-type]
-            try:  # inside: an error would leave torch's context open
+            try:  # inside of the contexts: torch does not close its context if an exception leaves it
                 found = both()
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()
@@ -98,7 +99,9 @@ def measured(mesh: DeviceMesh, tokens: int, backend: str, device: torch.device) 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("torchrun -m bench.context", description=__doc__.split("\n")[0])
     parser.add_argument("--cp", nargs="+", type=int, help="divisors of the number of ranks; default: all ranks")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 32768], help="of a sequence")
+    parser.add_argument(
+        "--tokens", nargs="+", type=int, default=[8192, 32768], help="tokens of a sequence over all cp ranks"
+    )
     parser.add_argument("--backends", nargs="+", default=["flash", "cudnn"], choices=[*BACKENDS][1:])
     add_files(parser, draws=False)
     asked, device = parser.parse_args(arguments), torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -6,18 +6,19 @@ one run.
 CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 tokens a rank. A subject is
 
     peer_bf16                      bench.e2e_peer, the baseline of all ratios
-    peer_tensorwise, peer_rowwise  the same with torchao's float8, if installed
+    peer_tensorwise, peer_rowwise  bench.e2e_peer with torchao's float8, if torchao is installed
     RECIPE                         dlp with this recipe in the blocks, otherwise as CONFIG says
-    RECIPE:hp_gather               the same, weights gathered in high precision
-    RECIPE:eager                   the same without a CUDA graph
-    PEER:graph                     a peer whose step is captured in a CUDA graph, too
+    RECIPE:hp_gather               RECIPE with weights gathered in high precision
+    RECIPE:eager                   RECIPE without a CUDA graph
+    PEER:graph                     a peer whose step is captured in a CUDA graph
 
-Random tokens; the median of steps after a warm-up, timed on the device from step to step; peak memory of the steps, and
-the memory that the previous subject has left allocated. The power of a GEMM depends on its data, so subjects must have similar
-losses: at the default learning rate of 1e-7, the last losses must agree within 2 %. The losses of a recipe with both gathers
-must be bitwise equal; on GPUs this needs `--train.deterministic true`, since attention sums gradients in order of arrival. If
-losses or memory violate these rules, a line reports it and the exit code is 1. A subject that cannot be measured ends the
-program before the first subject, with exit code 2. Files are rewritten after each subject.
+Each subject trains on random tokens. The results are the median time from step to step after a warm-up, measured on the
+device; the peak memory of the timed steps; and the memory that the previous subject left allocated. The power of a GEMM
+depends on its data, so subjects must have similar losses: at the default learning rate of 1e-7, the last losses must agree
+within 2 %. RECIPE and RECIPE:hp_gather must have bitwise equal losses; on GPUs this needs `--train.deterministic true`, since
+attention otherwise sums gradients in order of arrival. If losses or memory violate these rules, a line reports it and the exit
+code is 1. A subject that cannot be measured ends the program before the first subject, with exit code 2. Files are rewritten
+after each subject.
 """
 
 from __future__ import annotations
@@ -55,19 +56,24 @@ from launch.training.build import build
 DEFAULT = [BASELINE, "bf16", f"fp8_current{HP_GATHER}", "fp8_current"]
 COUNTS = {
     "warmup": setting(integer(">= 0"), "steps that are not timed", 4),
-    "steps": setting(integer(">= 1"), "steps that are", 10),
+    "steps": setting(integer(">= 1"), "steps that are timed", 10),
 }
-# With 1e-5, nine steps on two random batches would take losses from 10.4 to 4.9 in bf16, but to 7.4 in FP8
+# With larger rates, for example 1e-5, the losses of bf16 and FP8 differ too much after a few steps on two random batches
 LEARNING_RATE = "1e-7"
 ALIKE = 0.02  # allowed relative difference of last losses
-LEFT = 0.1  # GiB that a subject may leave allocated: workspaces of cuBLASLt, tables of kernels
+LEFT = 0.1  # GiB that may still be allocated after a subject: workspaces of cuBLASLt, tables of kernels
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one subject: tokens/s of one rank, peak memory in GiB, losses of this rank by step, and GiB allocated
-    before it was built."""
+    """Result of one subject.
+
+    tokens_per_second    of the slowest rank
+    peak                 peak memory of the timed steps in GiB; 0 on a CPU
+    losses               losses of this rank, step by step, including the warm-up
+    before               GiB that were allocated before the subject was built
+    """
 
     subject: str
     tokens_per_second: float
@@ -77,7 +83,7 @@ class Result:
 
 
 def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.device) -> Step:
-    """The step of dlp: the launcher's model and optimizer without clipping."""
+    """Return the step of dlp: the model and optimizer of `launch.train`, without gradient clipping."""
     recipe = subject.base
     groups = tuple(replace(group, recipe=recipe) if group.name == "default" else group for group in config.groups)
     mesh_section = replace(config.mesh, quantized_gather=HP_GATHER not in subject.suffixes)
@@ -95,7 +101,7 @@ def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.devic
 
 
 def replayed(step: Step, config: Config, mesh: DeviceMesh, device: torch.device) -> Step:
-    """Run the step as a CUDA graph."""
+    """Return `step` captured in a CUDA graph."""
     like = torch.zeros(validate_world(config, mesh.size()).micro, config.own_sequence, dtype=torch.int64, device=device)
     graphed = dlp.graphed_step(step, (like, like))
     return lambda tokens, targets: graphed(tokens, targets).clone()
@@ -118,7 +124,7 @@ def measure(
     steps: int,
     where: bool = False,
 ) -> Result:
-    """Build a subject, run it, and free it. `where`: print its kernels."""
+    """Free the previous subject, then build this subject and time its steps. `where`: print the kernels of a step."""
     before = give_back(device)
     step = make_step(subject, config, mesh, device)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -149,7 +155,7 @@ def measure(
 
 
 def give_back(device: torch.device) -> float:
-    """Free the previous subject, whose memory would count for the next. Returns the GiB that are still allocated."""
+    """Free the memory of the previous subject. Returns the GiB that are still allocated."""
     torch._dynamo.reset()
     for _ in range(3):  # objects that one collection frees may have kept other objects alive
         gc.collect()
@@ -169,7 +175,7 @@ def _mark(device: torch.device) -> float | torch.cuda.Event:
 
 
 def _between(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
-    """Seconds between events."""
+    """Return the seconds between two results of `_mark`."""
     return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3  # type: ignore[operator,arg-type]
 
 
@@ -179,7 +185,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def rows(results: Sequence[Result]) -> list[str]:
-    """Table of results, with ratios to the baseline and to dlp's bf16, if they were run."""
+    """Format a table of results, with ratios to the baseline and to dlp's bf16 if both were run."""
     by_name = {result.subject: result.tokens_per_second for result in results}
     lines = [f"{'subject':24} {'tokens/s/rank':>14} {'x peer':>7} {'x bf16':>7} {'peak GiB':>9} {'last loss':>10}"]
     for result in results:
@@ -192,8 +198,8 @@ def rows(results: Sequence[Result]) -> list[str]:
 
 
 def unlike(results: Sequence[Result]) -> list[str]:
-    """Return the subjects whose losses differ from the losses of the first subject, or which started with memory of the
-    previous subject."""
+    """Return a message for each subject whose last loss differs from the first subject's by more than ALIKE, or which started
+    with more than LEFT GiB allocated."""
     first = results[0]
     found = [
         f"{result.subject}: last loss {result.losses[-1]:.4f}, {first.subject} has {first.losses[-1]:.4f}: more than "
@@ -209,7 +215,7 @@ def unlike(results: Sequence[Result]) -> list[str]:
 
 
 def differing(results: Sequence[Result]) -> list[str]:
-    """Recipes whose losses depend on the gather of weights."""
+    """Return a message for each recipe whose losses change if weights are gathered in high precision."""
     losses = {result.subject: result.losses for result in results}
     names = [name for name in losses if name + HP_GATHER in losses and losses[name] != losses[name + HP_GATHER]]
     return [f"{name}: losses differ between quantized and high-precision gathers" for name in names]
@@ -224,12 +230,12 @@ def plot(results: Sequence[Result], path: Path) -> None:
     axes.bar_label(bars, fmt="{:,.0f}", padding=3)
     axes.margins(x=0.15)  # room for the labels inside the frame
     axes.invert_yaxis()
-    axes.set_xlabel("tokens/s a rank")
+    axes.set_xlabel("tokens/s per rank")
     figure.savefig(path, dpi=120)
 
 
 def main(arguments: Sequence[str]) -> None:
-    description = "Times whole training steps under FSDP, beside plain FSDP2 + torch.compile."
+    description = "Times complete training steps under FSDP, compared with plain FSDP2 + torch.compile."
     parser = overrides.make_parser("bench.e2e", description, "bench_8b", SCHEMA)
     parser.add_argument(
         "--subjects",
@@ -271,8 +277,8 @@ def checked(known: argparse.Namespace, kind: str) -> list[Subject]:
 def measure_all(
     subjects: Sequence[Subject], known: argparse.Namespace, measured: Callable[..., Result]
 ) -> list[Result]:
-    """Measure subjects one after the other; rank 0 prints each result and writes all results so far, which a failure
-    does not lose."""
+    """Measure subjects one after the other. Rank 0 prints each result and rewrites the files, so that a failure of a later
+    subject loses nothing."""
     results: list[Result] = []
     for subject in subjects:
         results.append(measured(subject, warmup=known.warmup, steps=known.steps, where=known.where))

@@ -1,4 +1,4 @@
-"""The peer of bench.e2e: the same Llama without dlp, by FSDP2 and torch.compile, and torchao's float8 if asked.
+"""Peer of bench.e2e: the same Llama without dlp, with FSDP2, torch.compile and optionally torchao's float8.
 
     torchrun --nproc-per-node N -m bench.e2e [CONFIG] --subjects peer_bf16,peer_tensorwise,peer_rowwise
 
@@ -33,8 +33,15 @@ def convert_to_float8(model: nn.Module, recipe: str) -> None:
 
 
 class Peer:
-    """A model and its step. `float8`: recipe of torchao, tensorwise or rowwise, or None for bf16; `capturable`: a CUDA graph
-    can capture the step."""
+    """A model and its step.
+
+    Args:
+        config: config of the model and of the training.
+        mesh: mesh whose axis dp_shard has all ranks.
+        device: device of this rank.
+        float8: torchao's recipe, "tensorwise" or "rowwise"; None for bf16.
+        capturable: whether a CUDA graph can capture the step.
+    """
 
     def __init__(
         self, config: Config, mesh: DeviceMesh, device: torch.device, *, float8: str | None = None, capturable: bool = False

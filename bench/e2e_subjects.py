@@ -1,4 +1,4 @@
-"""Subjects of `bench.e2e` by name: a peer, or a recipe of dlp with suffixes. Names are checked before anything runs."""
+"""Names of the subjects of `bench.e2e`: a peer or a recipe of dlp, with suffixes. Names are checked before anything runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OURS, THEIRS = (HP_GATHER, EAGER), (GRAPH,)  # suffixes of dlp's recipes, and su
 
 @dataclass(frozen=True)
 class Subject:
-    """A name in parts: peer or recipe, and its suffixes."""
+    """Subject of `bench.e2e`: `base` is a peer or a recipe, `suffixes` are suffixes such as ":eager"."""
 
     base: str
     suffixes: tuple[str, ...]
@@ -28,7 +28,7 @@ class Subject:
 
 
 def subjects_of(text: str, device: str) -> list[Subject]:
-    """All subjects of a comma-separated list. Raises ConfigError for a subject that cannot run on the device."""
+    """Parse a comma-separated list of subjects. Raises ConfigError for a subject that cannot run on the device."""
     subjects = [_parsed(name) for name in text.split(",")]
     for subject in subjects:
         _check(subject, device)
@@ -44,8 +44,8 @@ def _check(subject: Subject, device: str) -> None:
     name, base = subject.name, subject.base
     if base not in PEERS and base not in recipe_names():
         raise ConfigError(
-            f"--subjects {name}: {base!r} is no peer, which are {', '.join(PEERS)}, "
-            f"and no recipe, which are {', '.join(recipe_names())}"
+            f"--subjects {name}: {base!r} is neither a peer nor a recipe; choose a peer ({', '.join(PEERS)}) "
+            f"or a recipe ({', '.join(recipe_names())})"
         )
     if wrong := [suffix for suffix in subject.suffixes if suffix not in (THEIRS if base in PEERS else OURS)]:
         raise ConfigError(

@@ -4,12 +4,12 @@ gradients.
     with faked(model, RECIPES["mxfp8"]):      linears multiply quantized and dequantized values in fp32
         ...
 
-Nothing of dlp's casts, formats or GEMMs is used; only the random bits of stochastic rounding are dlp's. A function here
-takes a matrix whose last dimension is the contraction, and returns the dequantized values. Both operands of NVFP4's
-wgrad stay in the Hadamard basis, which is orthogonal and cancels in the product. Weights are unsharded: tp = 1.
+This module uses no casts, formats or GEMMs of dlp, only the random bits of stochastic rounding. Its functions take a matrix
+whose last dimension is the contraction, and return the dequantized values. Both operands of NVFP4's wgrad stay in the Hadamard
+basis, which is orthogonal and cancels in the product. Weights must be unsharded (tp = 1).
 
-Scales and sums are computed in fp32 in the order that the formats define: with FP4, the last bit of a tensor's scale makes 2 %
-of the error.
+Scales and sums are computed in fp32 in the order that the formats define: with FP4, the last bit of a tensor's scale changes
+many codes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,15 @@ Amaxes = dict[tuple[str, str], Tensor]  # by layer and operand
 
 @dataclass(frozen=True)
 class Matrix:
-    """`values` [rows, contraction] of an operand x, w or dy of a layer, or of its transpose.
+    """An operand of a GEMM in high precision, and the inputs of its random bits.
 
-    The random bits depend on layer, operand, `flipped`, `seed` and the number of the microbatch."""
+    values     [rows, contraction]
+    layer      name of the layer
+    operand    "x", "w" or "dy"
+    flipped    whether `values` is the transpose of the operand as stored
+    seed       seed of the run
+    counter    number of the microbatch, int64 []
+    """
 
     values: Tensor
     layer: str
@@ -50,7 +56,7 @@ class Matrix:
     counter: Tensor
 
     def bits(self) -> Tensor:
-        """The random byte of each value."""
+        """Return a random byte for each value."""
         key = int.from_bytes(sha256(f"{self.layer}.{self.operand}".encode()).digest()[:4], "little")
         rows, columns = self.values.shape
         place: dict[str, Any] = {"row": 0, "column": 0, "total_columns": columns, "orientation": int(self.flipped)}
@@ -58,7 +64,11 @@ class Matrix:
 
 
 class Rounded(NamedTuple):
-    """Rounded values, and the scale that remains to be applied after a product: one for the tensor, or one per row."""
+    """Rounded values, and a factor that `product` applies to the sums.
+
+    scale    amax of the tensor (NVFP4), fp32 []; None for other formats
+    steps    size of an integer step in each row (int8), fp32 [rows]; None for other formats
+    """
 
     values: Tensor
     scale: Tensor | None = None
@@ -70,17 +80,17 @@ Rounds = Mapping[str, Round]  # by operand
 
 
 def divided(number: float, x: Tensor) -> Tensor:
-    """number / x, rounded once: torch multiplies by the reciprocal if the number is not a tensor."""
+    """Return number / x, rounded once: torch would multiply by the reciprocal of x if `number` were not a tensor."""
     return torch.full_like(x, number) / x
 
 
 def element(x: Tensor, kind: Element) -> Tensor:
-    """Round to the nearest FP8 value, saturating at the largest value."""
+    """Round to the nearest value of an FP8 format, saturating at its largest value. `kind`: E4M3 or E5M2."""
     return x.clamp(-kind[1], kind[1]).to(kind[0]).float()
 
 
 def by_tensor(m: Matrix, kind: Element, amax: Tensor | None = None) -> Rounded:
-    """One scale, from the largest value here or from `amax`."""
+    """Quantize with one scale for the tensor, computed from `amax`; None: from the largest absolute value."""
     scale = divided(kind[1], m.values.abs().max() if amax is None else amax)
     return Rounded(element(m.values * scale, kind) / scale)
 
@@ -90,7 +100,7 @@ def by_row(m: Matrix) -> Rounded:
 
 
 def in_blocks(m: Matrix, block: tuple[int, int], kind: Element = E4M3) -> Rounded:
-    """Quantize with one scale per block: the largest power of two that fits the block."""
+    """Quantize with one scale per block: the largest power of two that does not saturate the block."""
 
     def rounded(blocks: Tensor, amax: Tensor) -> Tensor:
         scale = torch.where(
@@ -102,14 +112,21 @@ def in_blocks(m: Matrix, block: tuple[int, int], kind: Element = E4M3) -> Rounde
 
 
 def integers(m: Matrix) -> Rounded:
-    """Quantize to -127 to 127 steps, rounded to nearest; the step of each row remains to be applied."""
+    """Quantize each row to integers from -127 to 127, rounded to nearest; `product` applies the step of the row."""
     amax = m.values.abs().amax(1)
     steps = torch.where(amax > 0, amax / 127.0, 1.0)
     return Rounded((m.values * divided(1.0, steps)[:, None]).round(), steps=steps)
 
 
 def blockwise(x: Tensor, block: tuple[int, int], rounded: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The blocks of x, [rows, height, columns, width], and the largest value of each block; missing elements are 0."""
+    """Split x into zero-padded blocks, round them by `rounded`, and return a matrix with the shape of x.
+
+    Args:
+        x: matrix.
+        block: height and width of a block.
+        rounded: maps blocks [block rows, height, block columns, width] and their amaxes [block rows, 1, block columns, 1] to
+            dequantized blocks.
+    """
     (rows, columns), (height, width) = x.shape, block
     whole = nn.functional.pad(x, (0, -columns % width, 0, -rows % height))
     blocks = whole.view(whole.shape[0] // height, height, whole.shape[1] // width, width)
@@ -117,7 +134,9 @@ def blockwise(x: Tensor, block: tuple[int, int], rounded: Callable[[Tensor, Tens
 
 
 def nvfp4(m: Matrix, block: tuple[int, int] = (1, 16), transform: bool = False, draw: bool = False) -> Rounded:
-    """Quantize to FP4 with an FP8 scale per block; the scale of the tensor remains to be applied."""
+    """Quantize to FP4 with an FP8 scale per block; `product` applies the scale of the tensor.
+
+    `transform`: apply the Hadamard transform first. `draw`: round stochastically."""
     x = transformed(m.values) if transform else m.values
     whole = x.abs().max()
     largest = divided(448.0 * 6.0, whole)
@@ -132,7 +151,7 @@ def nvfp4(m: Matrix, block: tuple[int, int] = (1, 16), transform: bool = False, 
 
 
 def fp4(x: Tensor, bits: Tensor | None) -> Tensor:
-    """Round to 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign: to nearest, or up with the probability given by 8 random bits."""
+    """Round to +-0, 0.5, 1, 1.5, 2, 3, 4 or 6: to nearest if `bits` is None, else stochastically by a random byte per value."""
     size = x.abs().clamp(max=6.0)
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     if bits is None:
@@ -145,7 +164,7 @@ def fp4(x: Tensor, bits: Tensor | None) -> Tensor:
 def transformed(x: Tensor) -> Tensor:
     """Apply the randomized Hadamard transform to every 16 neighbours, from bf16 to bf16.
 
-    Sums are computed in fp32 in four steps: of neighbours, of pairs, of groups of four, of groups of eight."""
+    Sums are computed in fp32 in four stages: over neighbours, then over pairs, groups of four and groups of eight."""
     groups = x.bfloat16().float().view(-1, 16) * torch.tensor(SIGNS, dtype=torch.float32, device=x.device)
     for stride in (1, 2, 4, 8):
         low, high = groups.view(-1, 8 // stride, 2, stride).unbind(2)
@@ -192,7 +211,7 @@ RECIPES: Mapping[str, Rounds] = {
 
 
 def product(a: Rounded, b: Rounded) -> Tensor:
-    """Return a b^T. For NVFP4 the scales of the tensors are not applied: codes and block scales reach 6 x 448."""
+    """Return a b^T, including the `scale` or `steps` of both. For NVFP4, scale / (6 x 448) is the scale of a tensor."""
     sums = a.values @ b.values.t()
     if a.steps is not None and b.steps is not None:
         return sums * a.steps[:, None] * b.steps
@@ -200,7 +219,7 @@ def product(a: Rounded, b: Rounded) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x w^T, whose three products take rounded operands. `rounded(values, operand, flipped)`."""
+    """Linear y = x w^T whose three products read rounded operands; `rounded(values, operand, flipped)` rounds an operand."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, rounded: Callable[[Tensor, str, bool], Rounded]) -> Tensor:
@@ -217,7 +236,13 @@ class _Linear(torch.autograd.Function):
 
 @contextmanager
 def faked(model: nn.Module, rounds: Rounds, layers: Callable[[str], bool] = lambda name: True) -> Iterator[None]:
-    """Context in which these layers of a converted model run with `rounds`."""
+    """Run linears of a converted model with fake quantization inside of the context.
+
+    Args:
+        model: model that `dlp.convert` converted.
+        rounds: a function for each operand that rounds it.
+        layers: whether the layer with this name is replaced; by default all are.
+    """
     runtime = session_of(model)
 
     def forward(module: Any, x: Tensor) -> Tensor:

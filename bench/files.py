@@ -1,4 +1,4 @@
-"""Files of benchmarks: `--json`, and `--plot` for benchmarks with a plot."""
+"""Output files of benchmarks: `--json`, and `--plot` for benchmarks with a plot."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""Bit flips in training steps on two CPU ranks, and the messages of `[train] sentinel` about them.
+"""Bit flips in training steps on two CPU ranks, and whether `[train] sentinel` reports them.
 
     python -m bench.flips [--flips 1000] [--clean 10000] [--first 0] [--clean-from 0] [--out FILE.csv]
 
-A flip is one random bit of one random element on one rank, between or inside the two passes of a sentinel step of a small
-Llama on the mesh tp2+sp or dp2:
+A sentinel step runs forward and backward of a microbatch twice, and compares both runs. The program flips one random bit of one
+random element on one rank, in a small Llama on the mesh tp2+sp or dp2:
 
-    weight               a parameter, between the passes
-    optimizer state      a moment of AdamW, between the passes
-    activation           y of a module, in the second pass
-    gradient             the gradient of a parameter, in the second pass
-    activation gradient  the gradient of y of a module, in the second pass
-    wire                 a transfer that arrived, in the first pass, in which the wire is checked
+    weight               a parameter, between the runs
+    optimizer state      a moment of AdamW, between the runs
+    activation           y of a module, in the second run
+    gradient             the gradient of a parameter, in the second run
+    activation gradient  the gradient of y of a module, in the second run
+    wire                 a received tensor, in the first run, in which ranks compare checksums of transfers
 
-The table counts by kind: flips, flips that ended the step, and flips whose message names the rank, and the rank and the layer.
-Clean steps, which have no flip, follow: each that ends with a message is an alarm. Flips are rows of `--out`; a command that
-was interrupted continues.
+The table counts, for each kind: flips, flips that the sentinel reported, reports that name the rank, and reports that name the
+rank and the layer. Then follow clean steps without a flip: each report is a false alarm. Flips are rows of `--out`; an
+interrupted command continues after the last row.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip(draw: random.Random, tensor: Tensor) -> tuple[Callable[[], None], int]:
-    """Flip a random bit of a contiguous tensor, unseen by torch's version counters, as memory does. Returns a function that
-    flips the bit back, and the number of the bit."""
+    """Flip a random bit of a contiguous tensor as a memory error does: torch's version counter does not change. Returns a
+    function that flips the bit back, and the number of the bit in its element."""
     bits = tensor.detach().view(-1).view(INTEGERS[tensor.dtype.itemsize]).numpy()
     place, bit = draw.randrange(len(bits)), draw.randrange(8 * tensor.dtype.itemsize)
     mask = -(2**bit) if bit == 8 * tensor.dtype.itemsize - 1 and tensor.dtype.itemsize > 1 else 2**bit
@@ -68,7 +68,14 @@ def flip(draw: random.Random, tensor: Tensor) -> tuple[Callable[[], None], int]:
 
 
 class Damaging(WireChecks):
-    """Wire checks that flip a bit of transfer number `at` on one rank; `at` -1: no flip."""
+    """Wire checks that flip a bit of a received tensor.
+
+    draw     random generator of the flip
+    at       number of the tensor that is changed, in order of arrival; -1: no flip
+    seen     number of tensors that have arrived
+    bit      number of the flipped bit; -1 before the flip
+    where    purpose and layer of the changed tensor
+    """
 
     draw = random.Random(0)
     at, seen, bit, where = -1, 0, -1, ""
@@ -102,7 +109,7 @@ class Subject:
         }
         self.steps, Damaging.seen = 0, 0
         self.step()
-        self.transfers = Damaging.seen  # number of transfers in one pass
+        self.transfers = Damaging.seen  # number of tensors that this rank receives in the first run of a step
 
     def backward(self) -> Tensor:
         built = self.built
@@ -114,8 +121,9 @@ class Subject:
         return loss.detach()
 
     def watched(self, before: Callable[[], None] = lambda: None, between: Callable[[], None] = lambda: None) -> str:
-        """Return the message of the sentinel about a step; "" without a message. `before`, `between`: functions called
-        before the first and the second pass."""
+        """Run a sentinel step without the update. Returns the message of the sentinel, or "".
+
+        `before`, `between`: functions that are called before the first run of the microbatch, and between both runs."""
         before()
         self.sentinel.rehearse(self.backward, gradients=True)
         between()
@@ -133,7 +141,7 @@ class Subject:
             parameter.grad = None
 
     def step(self) -> str:
-        """Run a step without a flip, with the update."""
+        """Run a step with the update and without a flip. Returns the message of the sentinel, or ""."""
         said = self.watched()
         self.built.optimizer.step()
         self.drop()
@@ -142,8 +150,8 @@ class Subject:
 
 
 def injected(subject: Subject, kind: str, number: int) -> dict[str, Any]:
-    """Run a step with flip `number`; all ranks call it. Returns the row, in which only the hit rank fills in place and
-    bit."""
+    """Run a step with a flip of this kind; all ranks call it. `number` determines the rank and the place of the flip. Returns
+    the columns `message`, `where` and `bit`; `where` and `bit` are valid on the rank of the flip."""
     draw, hit = random.Random(number), dist.get_rank() == number // len(KINDS) % WORLD
     names, found = list(subject.modules), {"where": "", "bit": -1}
     undo: list[Callable[[], None]] = []
@@ -210,7 +218,8 @@ def _flipped(draw: random.Random, grad: Tensor, found: dict[str, Any]) -> Tensor
 
 
 def flip_all(rank: int, ranks: int, out: Path, numbers: Sequence[int], clean: range) -> None:
-    """Run the flips, then the clean steps, which use the tokens of their numbers. All ranks call it."""
+    """Run the flips with these numbers, then the clean steps; the number of a clean step determines its tokens. All ranks call
+    it."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     alarms = 0
@@ -256,12 +265,14 @@ def print_table(rows: Sequence[dict[str, str]]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench.flips", description="Bit flips that a sentinel looks for.")
+    parser = argparse.ArgumentParser(
+        prog="bench.flips", description="Flips bits, and counts the flips that are reported."
+    )
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--clean", type=int, default=10000, help="clean steps after the flips")
     parser.add_argument("--first", type=int, default=0, help="number of the first flip")
     parser.add_argument(
-        "--clean-from", type=int, default=0, help="number of the first clean step, whose tokens follow it"
+        "--clean-from", type=int, default=0, help="number of the first clean step, which determines its tokens"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/flips.csv"))
     options = parser.parse_args(arguments)

@@ -1,11 +1,18 @@
-"""Random programs on meshes, compared with one rank tensor by tensor: equal bits in invariant mode, else within bounds.
+"""Random training programs on meshes, compared with one rank tensor by tensor: bitwise equal in invariant mode, else within
+error bounds.
 
     python -m bench.fuzz [--programs 500] [--first 0] [--ranks 2 4] [--out FILE]
     python -m bench.fuzz --only SEED                               one program, with the report
 
-Program number s is drawn from seed s (`bench.fuzz_programs`). A program has equal bits, is refused with a sentence, or is a
-defect: a tensor differs, another exception is raised, or the ranks do not answer. Each result is a line of `--out`; a command
-that was interrupted continues after the programs that have a line. The exit code is 1 if there are defects.
+Program number s is drawn from seed s (`bench.fuzz_programs`). The result of a program is one of
+
+    equal      all tensors are bitwise equal
+    bounded    all differences are within the bounds, for programs without invariant mode
+    refused    dlp raised a ValueError that says what to change
+    defect     a tensor differs, another exception was raised, or the ranks timed out
+
+Each result is a line of `--out`; an interrupted command continues with the programs without a line. The exit code is 1 if there
+are defects.
 """
 
 from __future__ import annotations
@@ -57,12 +64,12 @@ def _mesh(sizes: tuple[int, ...], device: str) -> DeviceMesh:
 
 
 def cached_mesh(case: MeshCase, device: str) -> DeviceMesh:
-    """Replacement for `run.mesh_of`: one mesh for each shape."""
+    """Replacement for `run.mesh_of` that builds one mesh for each shape, and returns it again later."""
     return _mesh((dist.get_world_size() // case.ranks, case.dp_replicate, case.dp_shard, case.tp), device)
 
 
 def report_of(seed: int, ranks: int) -> Report:
-    """The report of a program; all ranks call it."""
+    """Run the program of a seed, and return the report; all ranks call it."""
     drawn = program(seed, ranks)
     cases = [MeshCase.parse(drawn.mesh)]
     cases = in_equal_pieces(cases) if drawn.exact else cases
@@ -73,7 +80,7 @@ def report_of(seed: int, ranks: int) -> Report:
 
 
 def verdict(report: Report) -> tuple[str, str]:
-    """The kind of a result, with a sentence."""
+    """Return the result of a program (refused, defect, equal or bounded), and a message about it."""
     (mesh,) = report.meshes
     if mesh.error:
         refused = mesh.error.startswith("ValueError") and any(word in mesh.error for word in REFUSED)
@@ -86,7 +93,7 @@ def verdict(report: Report) -> tuple[str, str]:
 def judged(seed: int, ranks: int) -> tuple[str, str]:
     try:
         return verdict(report_of(seed, ranks))
-    except ValueError as error:  # one rank refuses before any mesh runs
+    except ValueError as error:  # raised on one rank, before the program runs on a mesh
         return "refused", f"ValueError: {error}"
     except Exception:
         return "defect", traceback.format_exc()
@@ -99,7 +106,9 @@ def add_line(out: Path, seed: int, ranks: int, kind: str, said: str) -> None:
 
 
 def judge_all(rank: int, ranks: int, running: Path, out: Path, seeds: Sequence[int], loud: bool) -> None:
-    """Judge programs one by one; all ranks call it. `running`: a file that names the current program."""
+    """Run programs one by one, and write their results to `out`; all ranks call it.
+
+    `running`: file to which rank 0 writes the seed of the current program. `loud`: print complete messages."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for seed in seeds:
@@ -115,13 +124,13 @@ def judge_all(rank: int, ranks: int, running: Path, out: Path, seeds: Sequence[i
 
 
 def finished(out: Path) -> dict[int, dict[str, Any]]:
-    """The lines of a file by seed."""
+    """Return the lines of a results file by seed."""
     lines = map(json.loads, out.read_text().splitlines() if out.exists() else ())
     return {line["seed"]: line for line in lines}
 
 
 def run_seeds(seeds: Sequence[int], ranks: int, out: Path, loud: bool) -> None:
-    """Run programs on one set of processes, and start new processes after a program that ended them."""
+    """Run programs in one set of processes. If a program ends the processes, it is a defect, and new processes run the rest."""
     while left := [seed for seed in seeds if seed not in finished(out)]:
         with tempfile.TemporaryDirectory(prefix="dlp-fuzz-") as folder:
             running = Path(folder) / "seed"
@@ -138,7 +147,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--programs", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", choices=(2, 4), default=[2, 4], help="program s takes the s-th of these in turn"
+        "--ranks",
+        type=int,
+        nargs="+",
+        choices=(2, 4),
+        default=[2, 4],
+        help="numbers of ranks, which programs take in turn",
     )
     parser.add_argument("--only", type=int, help="run one program, and print the report")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz.jsonl"))

@@ -1,9 +1,9 @@
 """Random programs for `bench.fuzz`: models, meshes, recipes and options, all drawn from one seed.
 
-converted    plain modules, converted by layer groups, in invariant mode
-llama        a model of launch, through the settings of a run, in invariant mode
-constructed  layers of dlp that are constructed explicitly; invariant mode refuses these, so sums are bounded
-ops          a fused sequence of dlp.ops; bounded, too
+converted    plain modules that `dlp.convert` converts, in invariant mode
+llama        a model of the package launch, built from the settings of a run, in invariant mode
+constructed  dlp.ColumnParallelLinear and dlp.RowParallelLinear, constructed explicitly, with or without invariant mode
+ops          a fused sequence of dlp.ops, in invariant mode
 """
 
 from __future__ import annotations
@@ -50,7 +50,13 @@ NORMS: tuple[Callable[[int], nn.Module], ...] = (
 
 
 class Program(NamedTuple):
-    """A program in the form that `dlp.prove` takes. `text` describes the drawn choices."""
+    """A program in the form that `dlp.prove` takes.
+
+    text                  description of the random choices
+    mesh                  name of the mesh, as "tp2+sp"
+    exact                 whether the program must be bitwise equal to one rank (invariant mode)
+    build, batch, loss    functions that build the model, make the batch of a step, and compute the loss
+    """
 
     text: str
     mesh: str
@@ -61,7 +67,8 @@ class Program(NamedTuple):
 
 
 def drawn_recipe(draw: random.Random, blocks: bool) -> str | dict[str, Any]:
-    """Draw a recipe, sometimes with options. `blocks`: the layers have complete blocks of 128 on each rank."""
+    """Draw a recipe, sometimes with options. `blocks`: whether layers have complete blocks of 128 on each rank, which
+    fp8_block needs."""
     name, options = draw.choice([each for each in RECIPES if blocks or each[0] != "fp8_block"])
     given = {key: draw.choice(values) for key, values in options.items() if draw.random() < 0.25}
     if given.get("disable_rht"):
@@ -71,7 +78,20 @@ def drawn_recipe(draw: random.Random, blocks: bool) -> str | dict[str, Any]:
 
 @dataclass(frozen=True)
 class Net:
-    """Modules of a converted model: a letter for each block, the sizes, and the options of conversion and of the step."""
+    """Random choices of a converted model.
+
+    blocks           kind of each block, one letter each (class Block)
+    biased           whether linears have a bias
+    gate, norm       indices into GATES and NORMS
+    tied, head       whether the head shares the weight of the embedding; whether there is a head
+    frozen           whether the weight of the first norm is not trained
+    recompute        whether blocks are recomputed in backward
+    half             whether hidden states are bf16 instead of fp32
+    sgd              whether the optimizer is SGD instead of AdamW
+    recipe, second   recipe of all layers; recipe of the first block, None: the same recipe
+    options          options of the layer group of column-parallel linears
+    gather           options of `dlp.fully_shard`
+    """
 
     blocks: str
     hidden: int
@@ -94,7 +114,7 @@ class Net:
 
 
 class Slope(nn.Module):
-    """x where it is positive, and a learned multiple of x elsewhere."""
+    """Activation with a learned slope for negative x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +125,8 @@ class Slope(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block: m: MLP; g: gated MLP; l: local linear; n: norm alone; p: a replicated vector between the linears."""
+    """A residual block of kind m (MLP), g (gated MLP), l (local linear), n (norm only), or p (MLP with a learned slope, whose
+    parameter is replicated)."""
 
     def __init__(self, kind: str, net: Net) -> None:
         super().__init__()
@@ -133,7 +154,7 @@ class Block(nn.Module):
 
 
 class Drawn(nn.Module):
-    """Embedding, blocks, norm and head, or the last hidden states without a head."""
+    """Embedding, blocks, norm and head; without a head the model returns the last hidden states."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -260,7 +281,7 @@ def loss_llama(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> T
 
 
 class Constructed(nn.Module):
-    """A column- and a row-parallel layer that are constructed explicitly; or, with `fused`, a sequence of dlp.ops."""
+    """A column- and a row-parallel linear, constructed explicitly; or, if `fused`, a sequence of dlp.ops."""
 
     def __init__(self, mesh: DeviceMesh, sp: bool, fused: bool, biased: bool, recipe: Any) -> None:
         super().__init__()
@@ -323,7 +344,7 @@ def fused(draw: random.Random, mesh: str, seed: int) -> Program:
 
 
 def program(seed: int, ranks: int) -> Program:
-    """The program of a seed, on a mesh of at most `ranks` ranks."""
+    """Draw the program of a seed, on a mesh of at most `ranks` ranks."""
     draw = random.Random(seed)
     mesh, kind = draw.choice(MESHES[ranks]), draw.choice(KINDS)
     drawing = {"converted": converted, "llama": llama, "constructed": constructed, "ops": fused}

@@ -2,11 +2,13 @@
 
     python -m bench.gemm [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE]
 
-Shapes are tokens x in_features x out_features. A GEMM gets quantized operands; its time includes the layout of scales and the
-decoding of operands. Operands rotate over more than four times the L2 cache, launches are captured as CUDA graphs, and each
-runs alone until clocks have settled under its own load. `x bf16` is the speed over that of torch.mm in bf16; `x torch` over
-that of torch._scaled_mm on the same codes and scales, if it supports them, with the same accumulation. `best` is the speed of
-the fastest of cuBLASLt's candidates relative to the selected kernel, both in bursts.
+Shapes are tokens x in_features x out_features. A GEMM reads quantized operands; its time includes the conversion of scales to
+the layout of the kernel, and the decoding of operands. Operands rotate over more than four times the L2 cache. Launches are
+captured as a CUDA graph, which is replayed until the clocks have settled under its load, and then timed.
+
+    x bf16     speed relative to torch.mm in bf16
+    x torch    speed relative to torch._scaled_mm on the same codes and scales with the same accumulation, if supported
+    best       speed of the fastest of cuBLASLt's candidates relative to the selected kernel, both timed in bursts
 """
 
 from __future__ import annotations
@@ -41,7 +43,15 @@ REPLAYS = 9
 
 @dataclass(frozen=True)
 class Line:
-    """One GEMM. Speeds of other implementations in TFLOP/s; None if they do not support the operands."""
+    """Speed of one GEMM.
+
+    rows, cols, contraction    sizes of D [rows, cols] = A [rows, contraction] B [cols, contraction]^T
+    kernel                     name of the selected kernel
+    microseconds, tflops       time and TFLOP/s
+    bf16_tflops                TFLOP/s of torch.mm in bf16
+    torch_tflops               TFLOP/s of torch._scaled_mm; None if it does not support the operands
+    best                       speed of cuBLASLt's fastest candidate relative to `kernel`; None for other kernels
+    """
 
     recipe: str
     gemm: str
@@ -57,7 +67,15 @@ class Line:
 
 
 def operand(recipe: Recipe, which: str, side: int, lines: int, contraction: int) -> Any:
-    """A quantized operand of one GEMM. Its values do not affect the time, but they must not be constant."""
+    """Quantize a random operand of one GEMM: constant values would draw less power, and run faster.
+
+    Args:
+        recipe: recipe of the GEMM.
+        which: fprop, dgrad or wgrad.
+        side: 0 for the left operand, 1 for the right operand.
+        lines: rows of the operand.
+        contraction: columns of the operand.
+    """
     quantizer = recipe.operands(which)[side]
     x = torch.randn(lines, contraction, device="cuda").bfloat16()
     slot = ScaleSlot(torch.ones((), device="cuda"), torch.zeros((), device="cuda"))
@@ -67,7 +85,7 @@ def operand(recipe: Recipe, which: str, side: int, lines: int, contraction: int)
 
 
 def microseconds(make: Callable[[], Launch]) -> float:
-    """Microseconds of a launch, the median over replays at the clocks under this load."""
+    """Return the median microseconds of a launch, at the clocks that settle under its load."""
     graph = graph_of(rotation(make))
     until = time.perf_counter() + SETTLING
     while time.perf_counter() < until:
@@ -88,14 +106,14 @@ def ours(recipe: Recipe, which: str, sizes: tuple[int, int, int]) -> tuple[Launc
 
 
 def by_cublaslt(a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
-    """Run a GEMM with 1x128 by 128x128 blocks by cuBLASLt instead of dlp's kernel."""
+    """Multiply operands with 1x128 and 128x128 blocks by cuBLASLt instead of dlp's kernel."""
     scales = gemms.block_scales(a.parts[1], tile=False), gemms.block_scales(b.parts[1], tile=True)
     modes = gemms.BLOCK_1D, gemms.BLOCK_2D
     return gemms.product_fp8(a.payload, b.payload, torch.bfloat16, gemms.Scales(*scales, *modes))
 
 
 def torchs(recipe: Recipe, which: str, sizes: tuple[int, int, int]) -> Callable[[], Launch] | None:
-    """The same GEMM by torch._scaled_mm; None for unsupported operands: not FP8, or scaled in blocks."""
+    """Return a function that makes the launch of torch._scaled_mm; None for operands that are not FP8 or have block scales."""
     kinds = {quantizer.format.gemm_kind for quantizer in recipe.operands(which)}
     if kinds not in ({"fp8_tensor"}, {"fp8_rowwise"}):
         return None
@@ -113,7 +131,8 @@ def torchs(recipe: Recipe, which: str, sizes: tuple[int, int, int]) -> Callable[
 
 
 def measure(recipe: Recipe, which: str, sizes: tuple[int, int, int], bf16_us: float) -> Line:
-    """`bf16_us`: microseconds of torch.mm at this size."""
+    """Measure one GEMM. `which`: fprop, dgrad or wgrad; `sizes`: rows, cols, contraction; `bf16_us`: microseconds of torch.mm
+    in bf16."""
     work = 2 * sizes[0] * sizes[1] * sizes[2] / 1e6  # TFLOP/s times microseconds
     launch, a, b = ours(recipe, which, sizes)
     kernel = kernel_name(a.format, b.format, "cuda")
@@ -151,7 +170,7 @@ def of_shape(shape: Shape, recipes: Sequence[str]) -> list[Line]:
 
 
 def plot(lines: Sequence[Line], file: Path) -> None:
-    """Plot TFLOP/s, a row of bars for each size, a bar for each recipe."""
+    """Plot TFLOP/s: a group of bars for each GEMM and size, with a bar for each recipe."""
     from matplotlib.figure import Figure
 
     problems = list(dict.fromkeys((line.gemm, line.rows, line.cols, line.contraction) for line in lines))

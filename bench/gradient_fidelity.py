@@ -1,16 +1,16 @@
-"""Error of each recipe's gradients at one checkpoint, and comparison with the definition of the recipe.
+"""Error of each recipe's gradients at one checkpoint, and their distance from a fake quantization by the recipe's definition.
 
     python -m bench.gradient_fidelity [CONFIG] [--section.key value ...]
 
-The model is trained as the config says, launch/configs/fidelity.toml by default, or taken from `--checkpoint.resume PATH`.
-Then all linears of the blocks run under each recipe, and the gradient of their weights over `--batches` batches is compared
-with the bf16 gradient: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, and the change of the loss. The error
-depends on the checkpoint. It is therefore compared with an independent fake quantization of the same model on the same batches
-(`bench.fake_quantization`): `apart` is the distance of both gradients, |g - f|, over the error of the fake, |f - g0|. It must
-not exceed LIMIT, and it must exceed LIMIT for negative controls, which show that errors are detected. The exit code is 1 if one
-of these conditions fails. With native GEMMs the limit is UNITS: tensor cores keep about 14 bits of a sum, and a value that
-moves by so little may get another code, which affects the next product. The program runs on one rank, since a fake linear has
-unsharded weights.
+The model is trained as the config says, launch/configs/fidelity.toml by default, or loaded from `--checkpoint.resume PATH`.
+Then all linears of the blocks run under each recipe, and the gradient g of their weights over `--batches` batches is compared
+with the bf16 gradient g0: relative error |g - g0| / |g0|, cosine, gain <g, g0> / <g0, g0>, and the change of the loss.
+
+The error depends on the checkpoint. Therefore g is also compared with the gradient f of an independent fake quantization of the
+same model on the same batches (`bench.fake_quantization`): `apart` = |g - f| / |f - g0|. This ratio must be at most LIMIT for
+recipes, and larger for negative controls, which are recipes with a planted error. The exit code is 1 if one of these conditions
+fails. With native GEMMs the limit is UNITS instead: tensor cores keep about 14 bits of a sum, and such a small change can give
+an activation another code. The program runs on one rank, since a fake linear needs unsharded weights.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ JUDGED = ("fp8_delayed", *RECIPES)
 
 @dataclass(frozen=True)
 class Corrupted(Wrapped):
-    """A quantizer whose casts are corrupted, like the result of a bug."""
+    """Quantizer whose casts are corrupted by `spoil`, as by a bug."""
 
     spoil: Callable[[QuantizedTensor], QuantizedTensor]
 
@@ -56,7 +56,7 @@ class Corrupted(Wrapped):
 
 
 def scaled(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[QuantizedTensor], QuantizedTensor]:
-    """Corrupt the part with this name, if it exists."""
+    """Return a function that applies `change` to the part with this name of a quantized tensor, if there is one."""
 
     def spoil(q: QuantizedTensor) -> QuantizedTensor:
         changes = {named.name: change if named.name == part else lambda tensor: tensor for named in q.format.parts}
@@ -67,14 +67,14 @@ def scaled(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[Quantized
 
 
 def scale_part(recipe: Recipe) -> str:
-    """The part to which values are proportional."""
+    """Return the name of the part that scales all values of a quantized weight."""
     names = {part.name for part in recipe.w.rowwise.format.parts}
     (found,) = names & {"scale_inv", "amax", "scale_e8m0"}
     return found
 
 
 def double_scale(recipe: Recipe) -> Callable[[QuantizedTensor], QuantizedTensor]:
-    """Scales off by one in the exponent."""
+    """Return a function that doubles the scales of a quantized tensor."""
     part = scale_part(recipe)
     return scaled(part, (lambda tensor: tensor + 1) if part == "scale_e8m0" else (lambda tensor: tensor * 2))
 
@@ -92,12 +92,12 @@ def spoiled(recipe: Recipe, spoil: Callable[[QuantizedTensor], QuantizedTensor],
 
 
 def rows() -> Iterator[tuple[str, Recipe]]:
-    """Printed name, "RECIPE" or "RECIPE, CONTROL", and recipe of each row; a recipe precedes its controls."""
+    """Yield the name of each row, "RECIPE" or "RECIPE, CONTROL", and its recipe; a recipe precedes its negative controls."""
     for name in JUDGED:
         recipe = recipes.load(name)
         yield name, recipe
         yield f"{name}, dy scale off by one exponent", spoiled(recipe, double_scale(recipe), ("dy",))
-        if scale_part(recipe) != "scale_e8m0":  # E8M0 scales are powers of two, so 1 % is not a step
+        if scale_part(recipe) != "scale_e8m0":  # E8M0 scales are powers of two and cannot change by 1 %
             slightly = scaled(scale_part(recipe), lambda tensor: tensor * 1.01)
             yield f"{name}, w scale off by 1 %", spoiled(recipe, slightly, ("w",))
     nvfp4 = recipes.load("nvfp4")
@@ -108,10 +108,16 @@ def rows() -> Iterator[tuple[str, Recipe]]:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Result of one row, compared with bf16.
+    """Comparison of the gradients of one row with bf16 and with the fake quantization.
 
-    `worst`: largest error of one layer, and its name. `apart`: distance from the fake quantization, relative to its
-    error; at most `limit`."""
+    name           "RECIPE", or "RECIPE, CONTROL" for a negative control
+    loss_change    relative change of the loss
+    error          relative error of all gradients
+    cosine, gain   cosine and gain of all gradients
+    worst          largest relative error of one layer, and the name of the layer
+    apart          distance from the fake quantization, relative to the error of the fake quantization
+    limit          maximum of `apart` for a recipe, and minimum for a negative control
+    """
 
     name: str
     loss_change: float
@@ -127,8 +133,8 @@ Found = tuple[float, dict[str, Tensor]]  # mean loss, and gradients by layer
 
 
 def gradients(trainer: Trainer, batches: int) -> Found:
-    """Mean loss, and weight gradients of the blocks' linears summed over batches, in fp64, by layer, with fixed random
-    bits."""
+    """Return the mean loss over batches, and the weight gradients of the blocks' linears by layer, summed over batches, in
+    fp64. Random bits are the same in each call."""
     model, total = trainer.built.model, 0.0
     session_of(model).counter.zero_()
     for step in range(batches):
@@ -148,7 +154,7 @@ def gradients(trainer: Trainer, batches: int) -> Found:
 
 
 def under(trainer: Trainer, recipe: Any, batches: int) -> Found:
-    """`gradients` under a recipe. Delayed scales come from the same batches in high precision."""
+    """Return `gradients` under a recipe. Delayed scales are calibrated on the same batches in high precision."""
     model = trainer.built.model
     dlp.set_recipe(model, LAYERS, recipe)
     if session_of(model).has_slots():
@@ -159,7 +165,8 @@ def under(trainer: Trainer, recipe: Any, batches: int) -> Found:
 
 
 def fake(trainer: Trainer, name: str, batches: int) -> Found:
-    """`gradients` of the fake quantization of a recipe. Delayed scales come from the same batches in high precision."""
+    """Return `gradients` of the fake quantization of a recipe. Delayed scales are computed on the same batches in high
+    precision."""
     model, amaxes = trainer.built.model, Amaxes()
     dlp.set_recipe(model, LAYERS, "bf16")
     if name == "fp8_delayed":
@@ -174,7 +181,7 @@ def in_a_block(name: str) -> bool:
 
 
 def limit_of(recipe: Recipe, device: str) -> float:
-    """The limit for a recipe on `device`, one of `dlp.quant.gemm.DEVICES`."""
+    """Return the limit of `apart` for a recipe on `device`, one of `dlp.quant.gemm.DEVICES`."""
     pairs = [recipe.operands(which) for which in GEMMS]
     return UNITS if any(support(a.format, b.format, device).status == "native" for a, b in pairs) else LIMIT
 
@@ -205,12 +212,12 @@ def table(found: list[Fidelity]) -> str:
 
 
 def missed(found: list[Fidelity]) -> list[str]:
-    """The violated conditions, one sentence each."""
+    """Return a message for each violated condition."""
     sentences = []
     for row in found:
         if "," in row.name and not row.apart > row.limit:
             sentences.append(
-                f"{row.name}: {row.apart:.2%} of the error apart from the fake quantization: it was not noticed"
+                f"{row.name}: {row.apart:.2%} of the error apart from the fake quantization: the control was not detected"
             )
         elif "," not in row.name and not row.apart <= row.limit:
             sentences.append(
@@ -220,7 +227,7 @@ def missed(found: list[Fidelity]) -> list[str]:
 
 
 def judged(trainer: Trainer, batches: int) -> Iterator[Fidelity]:
-    """Compare every row at the current weights."""
+    """Compare all rows at the current weights."""
     reference, device = under(trainer, "bf16", batches), device_kind(trainer.built.device.type)
     judges: dict[str, Found] = {}
     for name, recipe in rows():
@@ -231,11 +238,13 @@ def judged(trainer: Trainer, batches: int) -> Iterator[Fidelity]:
 
 
 def measure(config: Config, batches: int) -> list[Fidelity]:
-    """Compare every row at the end of the run that `config` describes. Rows that exist already are not repeated."""
+    """Train the model that `config` describes, or load it, and compare all rows at its last step."""
     if world_size() > 1:
-        raise ValueError(f"gradient fidelity is judged on one rank; got {world_size()}: start it without torchrun")
+        raise ValueError(f"bench.gradient_fidelity needs one rank; got {world_size()}: start it without torchrun")
     if config.family.fused:
-        raise ValueError("gradient fidelity fakes linears that read x; set --model.fused=false")
+        raise ValueError(
+            "fake quantization replaces separate linears, and this model is fused; set --model.fused=false"
+        )
     trainer, done = start(config, make_mesh(config), StopFlag())
     if done < config.train.steps:
         trainer.train(done)

@@ -3,15 +3,16 @@
     python -m bench.host [--recipes fp8_current] [--profile fp8_current] [--json FILE]
 
 The first table shows a single layer with weights cast at the step boundary, and layers of installed libraries.
-The second table shows ColumnParallelLinear with a DTensor weight under FSDP2, in a world of one rank: weights are cast where
-they are used. FSDP2 and its collectives take several times as long as a layer, so only the time inside of the layer counts: its
-forward, and its node of the backward.
+
+The second table shows ColumnParallelLinear with a DTensor weight under FSDP2 on one rank, where each forward casts the weight.
+FSDP2 and its collectives take several times as long as a layer, so only the time inside of the layer counts: its forward, and
+its node of the autograd graph in backward.
 
 The third table shows the layer of the first table under torch.compile, where a linear of dlp is an opaque op and nn.Linear is
 compiled.
 
-Subjects take turns, many short ones, and each turn is compared with nn.Linear's turn of the same round, so that
-temporary slowdowns of the machine affect all subjects. The table shows medians and quartiles over rounds.
+Subjects take many short turns in rounds, and each turn is compared with nn.Linear's turn of the same round, so that temporary
+slowdowns of the machine affect all subjects. The tables show medians and quartiles over rounds.
 """
 
 from __future__ import annotations
@@ -38,15 +39,22 @@ from bench.files import add_files, write_files
 from bench.linear_subjects import BASE, RECIPES, TINY, Run, Subject, installed_peers
 from dlp.kernels import loader
 
-LIMITS = {"alone": 2.0, "under FSDP2": 2.5}  # limits for FP8 recipes
+LIMITS = {"alone": 2.0, "under FSDP2": 2.5}  # limits of FP8 recipes, relative to nn.Linear, by table
 ROUNDS, COUNT, WARM = 61, 10, 3
 SHAPE = "x".join(map(str, TINY))
 
 
 @dataclass(frozen=True)
 class Line:
-    """Host time of one subject. ratio: relative to nn.Linear; low, high: quartiles of the ratio; whole: including
-    FSDP2."""
+    """Host time of one subject.
+
+    recipe          name of the subject
+    microseconds    median microseconds of forward + backward that count
+    ratio           median over rounds of the time relative to nn.Linear
+    low, high       quartiles of this ratio
+    boundary        microseconds of the step boundary; 0 except in the first table
+    whole           microseconds of forward + backward, including FSDP2
+    """
 
     recipe: str
     microseconds: float
@@ -58,14 +66,15 @@ class Line:
 
 
 class Turn(NamedTuple):
-    """One subject. `inside`: the clock of the relevant time; None: all host time counts."""
+    """Function that runs forward and backward of a subject, and the clock of the time that counts; None: all host time
+    counts."""
 
     run: Run
     inside: Inside | None = None
 
 
 class Inside:
-    """Clock that runs in the forward of a layer, and in its node of the backward."""
+    """Clock that runs during the forward of a layer, and during its node of the autograd graph."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.seconds, self._since, self._forward = 0.0, 0.0, layer.forward
@@ -88,7 +97,8 @@ class Inside:
 
 
 def in_turns(turns: Mapping[str, Turn]) -> dict[str, list[tuple[float, float]]]:
-    """Relevant microseconds, and microseconds that the host needs to queue a run, by round."""
+    """Run subjects in turn for ROUNDS rounds. Returns, for each subject and round, the microseconds that count and all
+    microseconds that the host needs to queue a run."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
     gc.collect()
     gc.disable()
@@ -102,7 +112,7 @@ def in_turns(turns: Mapping[str, Turn]) -> dict[str, list[tuple[float, float]]]:
 
 
 def _one(turn: Turn) -> tuple[float, float]:
-    """Time one subject, after some runs that warm up the device and the caches of the host."""
+    """Time one turn of a subject, after WARM runs that warm up the device and the caches of the host."""
     torch.cuda.synchronize()
     for _ in range(WARM):
         turn.run()
@@ -115,7 +125,7 @@ def _one(turn: Turn) -> tuple[float, float]:
 
 
 def compared(found: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
-    """A line for each subject, including nn.Linear."""
+    """Return a line for each subject, including nn.Linear, from the results of `in_turns`."""
     lines = []
     for recipe, times in found.items():
         ratios = [took / base for (took, _), (base, _) in zip(times, found[BASE], strict=True)]
@@ -135,7 +145,7 @@ def show(line: Line, limit: float | None = None, more: float | None = None) -> N
 
 
 def alone(recipes: Sequence[str]) -> list[Line]:
-    """The first table."""
+    """Measure and print the first table."""
     print(f"\nhost, {SHAPE}: microseconds of forward + backward, ratio to {BASE}, its quartiles, step boundary")
     subjects = {recipe: Subject(recipe, TINY) for recipe in (BASE, *recipes)}
     for subject in subjects.values():
@@ -149,7 +159,7 @@ def alone(recipes: Sequence[str]) -> list[Line]:
 
 
 def sharded(recipe: str) -> Turn:
-    """Forward and backward of a tiny layer under FSDP2."""
+    """Return the turn of a small layer under FSDP2."""
     tokens, k, n = TINY
     mesh = dlp.build_mesh(device_type="cuda")
     if recipe == BASE:
@@ -176,8 +186,10 @@ def sharded(recipe: str) -> Turn:
 
 
 def under_fsdp2(recipes: Sequence[str]) -> list[Line]:
-    """The second table."""
-    print(f"\nhost under FSDP2, {SHAPE}: microseconds inside the layer, ratio, its quartiles, all of the microseconds")
+    """Measure and print the second table."""
+    print(
+        f"\nhost under FSDP2, {SHAPE}: microseconds inside the layer, ratio, its quartiles, microseconds including FSDP2"
+    )
     lines = compared(in_turns({recipe: sharded(recipe) for recipe in (BASE, *recipes)}))
     for line in lines:
         show(line, LIMITS["under FSDP2"], line.whole)
@@ -185,7 +197,7 @@ def under_fsdp2(recipes: Sequence[str]) -> list[Line]:
 
 
 def _compile(subject: Subject) -> None:
-    """Compile the layer. If the layer has an outer model, that model counts microbatches."""
+    """Compile the layer alone: dlp's layer is in an nn.Sequential, which counts microbatches and stays uncompiled."""
     if isinstance(subject.linear, nn.Sequential):
         subject.linear[0] = torch.compile(subject.linear[0], fullgraph=True)  # type: ignore[assignment]
     else:
@@ -193,7 +205,7 @@ def _compile(subject: Subject) -> None:
 
 
 def compiled(recipes: Sequence[str]) -> list[Line]:
-    """The third table."""
+    """Measure and print the third table."""
     print(f"\nhost under torch.compile, {SHAPE}: microseconds of forward + backward, ratio, its quartiles")
     subjects = {recipe: Subject(recipe, TINY) for recipe in (BASE, *recipes)}
     graphs = 2 * len(subjects)  # torch compiles two graphs per recipe, all from the code of the same layer
@@ -209,8 +221,8 @@ def compiled(recipes: Sequence[str]) -> list[Line]:
 
 
 def profile(recipe: str) -> None:
-    """List the functions in which the host spends its time; functions of backward run on another thread and are not
-    listed."""
+    """Print the functions in which the host spends most time. Functions of backward are missing, since autograd runs them on
+    another thread."""
     subject = Subject(recipe, TINY)
     for _ in range(8):
         subject.iteration()
@@ -225,7 +237,7 @@ def profile(recipe: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.host", description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    parser.add_argument("--profile", metavar="RECIPE", help="list the functions of forward, too")
+    parser.add_argument("--profile", metavar="RECIPE", help="also list the functions of forward")
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():

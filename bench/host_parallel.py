@@ -2,19 +2,24 @@
 
     python -m bench.host_parallel [--recipes bf16 fp8_current] [--ways chunked compiled] [--quick] [--json FILE]
                                                                                            two CPU ranks over gloo
-    torchrun --nproc-per-node 2 -m bench.host_parallel                                     a rank for each GPU, or CPU ranks
+    torchrun --nproc-per-node 2 -m bench.host_parallel                                     one rank per GPU, or CPU ranks
 
     x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
 
-The plain pair is `all_gather`, `F.linear`, `F.linear`, `reduce_scatter`, and in backward what is symmetric to it. Subjects take
-turns, many short ones, and are compared with the plain pair's turn of the same round. A way is `chunked`, the overlap strategy,
-`compiled` by torch.compile, or `fsdp`: two linears without tp whose weights FSDP shards over the same ranks, compared with two
-`nn.Linear` under FSDP2; each recipe has a line for each way, too. By subject:
+The plain pair is `all_gather`, `F.linear`, `F.linear`, `reduce_scatter`, with the mirrored collectives in backward. Subjects
+take many short turns in rounds, and are compared with the plain pair's turn of the same round. Each recipe has one line, and
+one more line for each of `--ways`:
 
-    all       microseconds of a pass, including collectives
+    chunked     overlap strategy `chunked`
+    compiled    under torch.compile
+    fsdp        two linears without tp whose weights FSDP shards over the same ranks, compared with two `nn.Linear` under FSDP2
+
+The columns:
+
+    all       microseconds of forward + backward, including collectives
     host      the same over a group whose collectives return at once without a transfer: the host time outside of
               collectives
-    calls     Python functions entered in one such pass, by cProfile; the backward runs on the thread that is watched
+    calls     Python functions entered in forward + backward over that group, counted by cProfile
 
 `host` and `calls` need no second rank, and do not depend on the load of the machine.
 """
@@ -49,7 +54,7 @@ from dlp.comm import transport
 from dlp.comm.mesh import init_process_group, shutdown
 from dlp.quant.recipe import names
 
-# torch 2.13 renamed these functions: there the old names warn, and older versions lack the new names
+# torch 2.13 renamed these functions: its old names warn, and older versions lack the new names
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 PLAIN, WAYS, FSDP = "plain torch", ("chunked", "compiled", "fsdp"), "fsdp"
@@ -61,7 +66,13 @@ Run = Callable[[], None]
 
 @dataclass(frozen=True)
 class Line:
-    """One subject. all, host: microseconds of a pass, and ratios to the plain pair; calls: number of Python functions."""
+    """Result of one subject.
+
+    all      microseconds of forward + backward, including collectives
+    host     microseconds of forward + backward without transfers
+    calls    number of Python functions that forward + backward enter
+    ..._ratio    value relative to the baseline of the subject
+    """
 
     subject: str
     all: float
@@ -73,7 +84,7 @@ class Line:
 
 
 class Gather(torch.autograd.Function):
-    """Gather token shards [M/R, K] -> [M, K]; the gradient is scattered."""
+    """All-gather token shards [M/R, K] -> [M, K]; backward reduce-scatters the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -86,7 +97,7 @@ class Gather(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Sum contributions [M, K] -> this rank's tokens [M/R, K]; the gradient is gathered."""
+    """Reduce-scatter contributions [M, K] -> this rank's tokens [M/R, K]; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: ProcessGroup) -> Tensor:
@@ -98,8 +109,8 @@ class Scatter(torch.autograd.Function):
         return _gathered(grads[0], ctx.group), None
 
 
-# Under torch.compile collectives are functional: in graphs of torch 2.11 an in-place collective of an autograd function loses
-# the result, and a compiled layer of plain torch left out the dgrads of q, k, v, gate and up (16 GEMMs of 21).
+# Under torch.compile collectives are functional: a graph of torch 2.11 drops the result of an in-place collective in an
+# autograd function, and then also the GEMMs that depend on the result.
 def _gathered(shard: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         gathered: Tensor = functional.all_gather_tensor(shard, 0, group)
@@ -119,7 +130,7 @@ def _scattered(whole: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class PlainPair(nn.Module):
-    """The pair in plain torch: features -> inner -> features."""
+    """A column- and a row-parallel linear in plain torch, features -> inner -> features, with sequence parallelism."""
 
     def __init__(self, features: int, inner: int, group: ProcessGroup, device: torch.device) -> None:
         super().__init__()
@@ -135,17 +146,17 @@ class PlainPair(nn.Module):
 
 
 def baseline(subject: str) -> str:
-    """The subject with which a subject is compared."""
+    """Return the name of the subject with which `subject` is compared."""
     return f"{PLAIN} {FSDP}" if subject.endswith(FSDP) else PLAIN
 
 
 def limit(subject: str) -> float:
-    """Maximum ratio of a subject."""
+    """Return the maximum of `all_ratio` for a subject."""
     return max((LIMITS[word] for word in subject.split() if word in LIMITS), default=LIMIT)
 
 
 def sharded(subject: str, features: int, device: torch.device) -> nn.Module:
-    """Two linears of a recipe, or of torch, whose weights FSDP shards over all ranks."""
+    """Build two linears, dlp's with a recipe or torch's, whose weights FSDP shards over all ranks."""
     mesh = dlp.build_mesh(dp_shard=dist.get_world_size(), device_type=device.type)
     kind: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
     if subject == baseline(subject):
@@ -160,7 +171,8 @@ def sharded(subject: str, features: int, device: torch.device) -> nn.Module:
 
 
 def pair(subject: str, features: int, group: ProcessGroup, device: torch.device) -> nn.Module:
-    """A column and a row linear of a recipe, attached, so that weights are cast at the step boundary; or the plain pair."""
+    """Build the model of a subject: the plain pair, `sharded`, or dlp's column- and row-parallel linear, attached to an
+    optimizer, so that the step boundary casts the weights."""
     if subject.endswith(FSDP):
         return sharded(subject, features, device)
     if subject == PLAIN:
@@ -180,7 +192,7 @@ def pair(subject: str, features: int, group: ProcessGroup, device: torch.device)
 
 
 def passes(subject: str, tokens: int, features: int, group: ProcessGroup, device: torch.device) -> Run:
-    """Forward and backward of a pair that is warmed up."""
+    """Build the model of a subject, warm it up, and return a function that runs forward and backward."""
     model = pair(subject, features, group, device)
     x, dy = (torch.randn(tokens // group.size(), features, device=device).bfloat16() for _ in range(2))
     x.requires_grad_()
@@ -201,7 +213,8 @@ def passes(subject: str, tokens: int, features: int, group: ProcessGroup, device
 def in_turns(
     runs: Mapping[str, Run], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, list[float]]:
-    """Microseconds of a pass, by round. On a GPU, the time that the host needs to queue the pass."""
+    """Run functions in turn. Returns, for each function, the microseconds of a call by round; on a GPU, the time that the host
+    needs to queue a call."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     gc.collect()
     gc.disable()
@@ -225,7 +238,7 @@ def _microseconds(run: Run, clock: Callable[[], float]) -> float:
 
 
 def profiled(run: Run) -> pstats.Stats:
-    """Python functions of COUNT passes, including backward."""
+    """Profile COUNT calls of `run`; their backward runs on this thread, so that its functions are counted."""
     watch = cProfile.Profile(builtins=False)
     with torch.autograd.set_multithreading_enabled(False):
         run()
@@ -237,12 +250,12 @@ def profiled(run: Run) -> pstats.Stats:
 
 
 def calls_of(run: Run) -> int:
-    """Number of Python functions that one pass enters."""
+    """Return the number of Python functions that one call of `run` enters."""
     return round(profiled(run).total_calls / COUNT)  # type: ignore[attr-defined]
 
 
 def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    """Medians over rounds: microseconds, and the ratio to the baseline in the same round."""
+    """Return, for each subject, the medians over rounds of the microseconds and of the ratio to the baseline."""
     return {
         name: (
             statistics.median(mine),
@@ -255,7 +268,7 @@ def ratios(times: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float
 def measure(
     recipes: Sequence[str], ways: Sequence[str], tokens: int, features: int, rounds: int, device: torch.device
 ) -> list[Line]:
-    """A line for the plain pair, one under FSDP if that is a way, and one for each recipe and each way."""
+    """Return a line for each baseline, for each recipe, and for each recipe in each of `ways`."""
     subjects = [PLAIN, *([baseline(FSDP)] if FSDP in ways else [])]
     subjects += [f"{name} {way}".strip() for name in recipes for way in ("", *ways)]
     ranks = list(range(dist.get_world_size()))
@@ -278,14 +291,14 @@ def measure(
 
 
 def verdict(line: Line, on_gpu: bool) -> str:
-    """ "ok" or "MISSED" on GPUs; "" on CPUs, and for baselines."""
+    """Return whether a line keeps its limit, as "ok" or "MISSED"; "" on CPUs and for baselines."""
     if not on_gpu or line.subject == baseline(line.subject):
         return ""
     return f"  {'ok' if line.all_ratio <= limit(line.subject) else 'MISSED'} ({limit(line.subject)})"
 
 
 def show(lines: Sequence[Line], tokens: int, features: int, on_gpu: bool) -> None:
-    print(f"\n{tokens} tokens, {features} -> {features} -> {features}: a pass, and its ratio to {PLAIN}")
+    print(f"\n{tokens} tokens, {features} -> {features} -> {features}: forward + backward, and ratios to {PLAIN}")
     print(f"{'subject':20} {'all us':>9} {'ratio':>6} {'host us':>9} {'ratio':>6} {'calls':>6} {'ratio':>6}")
     for line in lines:
         print(
@@ -299,10 +312,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.host_parallel", description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", nargs="+", default=names(), choices=names(), metavar="RECIPE")
     parser.add_argument("--ways", nargs="+", default=[], choices=WAYS, metavar="WAY", help=", ".join(WAYS))
-    parser.add_argument("--tokens", type=int, default=64, help="of all ranks (64)")
-    parser.add_argument("--features", type=int, default=128, help="of both linears (128)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of all ranks (64)")
+    parser.add_argument("--features", type=int, default=128, help="in_features and out_features of both linears (128)")
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--profile", metavar="RECIPE", help="list the functions of its passes, too")
+    parser.add_argument("--profile", metavar="RECIPE", help="also list the functions that it calls")
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:  # otherwise torchrun has started the ranks

@@ -1,12 +1,11 @@
-"""Forward passes of a Llama over a batch of tokens: in bf16, and frozen in FP8, dynamic and static; tokens per second,
-eager and with blocks under torch.compile.
+"""Tokens per second of forwards of a Llama in bf16, and frozen with dynamic and with static scales, eager and compiled.
 
     python -m bench.inference                                               llama3_1b, 8192 tokens, one GPU
-    python -m bench.inference --layers "**"                                 its head in FP8, too
+    python -m bench.inference --layers "**"                                 the head frozen as well
     python -m bench.inference --config tiny --tokens 256 --repeats 2 --ways eager          on a CPU
 
-By default the linears of blocks are frozen, without the head. The exit code is 1 if a compiled frozen model is not `--least`
-times as fast as compiled bf16.
+By default `dlp.freeze` freezes the linears of blocks in FP8, without the head. `compiled` compiles block by block. The exit
+code is 1 if a frozen model runs at less than `--least` times the speed of bf16, compiled if `--ways` has `compiled`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ WAYS = ["eager", "compiled"]
 
 
 def make(config: Config, device: torch.device) -> Llama:
-    """The model in bf16, converted on one rank, so that linears with the same x share its cast."""
+    """Build the model in bf16 and convert it on one rank, so that siblings share the cast of x."""
     model, mesh = meta_model(config), dlp.build_mesh(device_type=device.type)
     assert isinstance(model, Llama)
     dlp.convert(model, [dlp.LayerGroup("all", "**", recipe="bf16"), *parallel_groups(config.family, False)], mesh)
@@ -43,7 +42,7 @@ def make(config: Config, device: torch.device) -> Llama:
 
 
 def tokens_per_second(model: Llama, tokens: Tensor, repeats: int) -> float:
-    """Tokens per second from the median time of forwards, after two warm-up forwards."""
+    """Return the tokens per second, from the median time of forwards after two warm-up forwards."""
     times = []
     for _ in range(repeats + 2):
         _wait(tokens.device)
@@ -81,12 +80,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.inference", description=__doc__.split("\n")[0])
     parser.add_argument("--config", default="llama3_1b")
     parser.add_argument("--recipe", default="fp8_current")
-    parser.add_argument("--layers", default="layers.**", help="pattern of names of what is frozen; **: the head, too")
+    parser.add_argument(
+        "--layers", default="layers.**", help="pattern of the names of frozen layers; **: also the head"
+    )
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence; 0: that of the config")
+    parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence; 0: as in the config")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--least", type=float, default=0.0, help="times bf16")
+    parser.add_argument("--least", type=float, default=0.0, help="minimum speed relative to bf16")
     asked = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     config = load(asked.config)

@@ -1,4 +1,4 @@
-"""Bits and cost of `[train] invariant = true`: training runs on one rank and on meshes, for shapes and recipes.
+"""Bits and cost of `[train] invariant = true`: training runs on one rank and on meshes, for several shapes and recipes.
 
     python -m bench.invariant [--shapes tiny qwen3] [--recipes bf16 fp8_current ...] [--meshes tp2 dp2 ...] [--steps 20]
                               [--device cpu|cuda] [--cost] [--out FILE]
@@ -6,10 +6,10 @@
 A run is `--steps` optimizer steps of AdamW on random tokens, with 8 microbatches in each step. The bits of a run are hashes of
 the losses of all microbatches, of all gradient norms, of all weights and of all optimizer states. The table compares the bits
 of each mesh with the bits of one rank, and the exit code is 1 if a mesh differs. With `--cost` each run is repeated without
-invariant, and the table has the ratio of the times of a step.
+invariant mode, and the column `cost` is the time of a step relative to that run.
 
-Finished runs are lines of `--out`, and are not repeated: a command that was interrupted continues where it ended. Ranks are
-processes of this machine, with a GPU each with `--device cuda`.
+Finished runs are lines of `--out`, and are not repeated: an interrupted command continues with the next run. Ranks are
+processes on this machine; with `--device cuda` each rank has one GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,15 @@ RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
 
 @dataclass(frozen=True)
 class Run:
-    """One run. `invariant` is False for the run whose time is compared."""
+    """Settings of one run.
+
+    shape        shape of the model, a key of SHAPES
+    recipe       recipe of all linears
+    mesh         mesh by name, as "tp2+sp"
+    steps        number of optimizer steps
+    device       "cpu" or "cuda"
+    invariant    whether the run is in invariant mode; False for the runs of `--cost`
+    """
 
     shape: str
     recipe: str
@@ -90,7 +98,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """Results of a run: bits as hashes by name, the median time of a step in seconds, and the sizes of the model."""
+    """Result of a run.
+
+    bits       hash of the losses, gradient norms, weights and optimizer states, by these names
+    seconds    median seconds of a step
+    sizes      settings of the model (`Run.sizes`)
+    """
 
     run: Run
     bits: dict[str, str]
@@ -110,7 +123,7 @@ def bits_of(tensors: Iterable[Tensor]) -> str:
 
 
 def trained(run: Run, device: torch.device) -> Result:
-    """Train a run on all ranks of the process group, which has the size of the run's mesh; return the result."""
+    """Train on all ranks of the process group, as many as the mesh of the run has. Returns the result."""
     config, case = run.config(), run.case
     mesh = dlp.build_mesh(dp_replicate=case.dp_replicate, dp_shard=case.dp_shard, tp=case.tp, device_type=run.device)
     built = build(config, mesh, device)
@@ -151,7 +164,7 @@ def trained(run: Run, device: torch.device) -> Result:
 
 
 def run_all(rank: int, ranks: int, out: Path, runs: Sequence[Run]) -> None:
-    """Run the configurations of meshes with this number of ranks. All ranks call it."""
+    """Train `runs`, whose meshes have `ranks` ranks; rank 0 appends their results to `out`. All ranks call it."""
     device = torch.device("cuda", rank) if runs[0].device == "cuda" else torch.device("cpu")
     for run in runs:
         began = time.perf_counter()
@@ -164,7 +177,7 @@ def run_all(rank: int, ranks: int, out: Path, runs: Sequence[Run]) -> None:
 
 
 def results(out: Path) -> dict[Run, Result]:
-    """The results that a file holds, without runs of models of other sizes."""
+    """Read the results of a file, except for those of models whose sizes in SHAPES have changed since."""
     found = {}
     for line in out.read_text().splitlines() if out.exists() else ():
         fields = json.loads(line)
@@ -175,7 +188,7 @@ def results(out: Path) -> dict[Run, Result]:
 
 
 def wanted(options: argparse.Namespace) -> list[Run]:
-    """The runs of a command, one rank first."""
+    """Return the runs of a command; for each shape and recipe, the run on one rank comes first."""
     runs = []
     for shape in options.shapes:
         for recipe in options.recipes:
@@ -186,7 +199,7 @@ def wanted(options: argparse.Namespace) -> list[Run]:
 
 
 def rows(runs: Sequence[Run], found: dict[Run, Result]) -> list[list[str]]:
-    """A row of the table for each run in invariant mode."""
+    """Return a row of the table for each finished run in invariant mode."""
     lines = []
     for run in runs:
         if not run.invariant or run not in found:
@@ -205,11 +218,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="bench.invariant", description="Bits and cost of invariant runs.")
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["tiny", "qwen3"])
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES))
-    parser.add_argument("--meshes", nargs="+", default=None, help="default: 8 meshes of each shape")
+    parser.add_argument("--meshes", nargs="+", default=None, help="meshes of all shapes; default: those of MESHES")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--cost", action="store_true", help="repeat each run without invariant")
-    parser.add_argument("--table", action="store_true", help="run nothing: only the table of the finished runs")
+    parser.add_argument("--table", action="store_true", help="print the table of the finished runs, and run nothing")
     parser.add_argument("--out", type=Path, default=Path("runs/invariant.jsonl"))
     options = parser.parse_args(arguments)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""One iteration of a subject of `bench.tensor_parallel`: forward, backward and the step boundary, as calls or as a CUDA graph,
-and the time that an iteration takes."""
+"""One iteration of a subject of `bench.tensor_parallel` (forward, backward, step boundary), run by calls or as a CUDA graph,
+and its time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from dlp.quant.recipe import names
 
 
 class Iteration:
-    """Forward and backward of a model on one batch, and `dlp.end_step` behind a recipe of dlp.
+    """Forward and backward of a model on one batch, followed by `dlp.end_step` if the model is dlp's.
 
     Args:
         model: maps token shards to token shards.
-        name: subject of the model; the name of a recipe marks a model of dlp.
+        name: subject of the model; the name of a recipe denotes a model of dlp.
         shape: rows and columns of the token shard of this rank.
+        device: device of this rank.
     """
 
     def __init__(self, model: nn.Module, name: str, shape: tuple[int, int], device: torch.device) -> None:
@@ -43,8 +44,8 @@ class Iteration:
     def capture(self) -> Run:
         """Return the iteration as a CUDA graph, captured as the launcher captures a step.
 
-        A model of Transformer Engine is captured by `te.make_graphed_callables` instead, which makes one graph of forward and
-        one of backward.
+        For a model of Transformer Engine, `te.make_graphed_callables` captures one graph of the forward and one of the backward
+        instead.
         """
         if isinstance(self.model, TransformerEngine):
             self.model.graph(self.x)
@@ -66,7 +67,7 @@ class Iteration:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """The stream of all iterations: CUDA does not capture work of the default stream."""
+    """Make a new stream current inside of the context: CUDA cannot capture the default stream."""
     if device.type != "cuda":
         yield
         return
@@ -88,7 +89,12 @@ def settle(device: torch.device) -> None:
 
 
 def timed(run: Run, device: torch.device, count: int) -> tuple[list[float], float, float]:
-    """Return seconds: of single iterations, of an iteration in a queue, and of the host for an iteration."""
+    """Time `count` iterations one by one, then `count` iterations in a queue.
+
+    Returns:
+        The seconds of each single iteration; the mean seconds of a queued iteration; the mean seconds in which the host queues
+        an iteration.
+    """
     done = torch.cuda.synchronize if device.type == "cuda" else bool
     single = []
     for _ in range(count):
@@ -107,7 +113,7 @@ def timed(run: Run, device: torch.device, count: int) -> tuple[list[float], floa
 
 
 def slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """Maximum of each value over the ranks."""
+    """Return the maximum of each value over all ranks."""
     both = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return [float(value) for value in both]

@@ -1,13 +1,13 @@
-"""Device time of an iteration by kernel: `torch.profiler` records some iterations, or replays of a CUDA graph, and kernels are
-summed by name and by group.
+"""Device time of an iteration by kernel: `torch.profiler` records iterations, or replays of a CUDA graph, and the times of
+kernels are summed by name and by group.
 
-Streams overlap, so that sums of kernels are larger than the time they take together. By group:
+Kernels on different streams overlap, so the sum of their times can be larger than the time of an iteration. For each group:
 
-    ms        sum over kernels of one iteration
-    alone     milliseconds in which kernels of no other group run: the time that is left if all other groups were free
-    launches  kernels of one iteration
+    ms        sum of the kernels' milliseconds in one iteration
+    alone     milliseconds in which kernels of this group run, and kernels of no other group
+    launches  number of kernels in one iteration
 
-`busy` is the time in which any kernel runs, `idle` the rest of an iteration.
+`busy` is the time in which any kernel runs, `idle` is the rest of the iteration.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OTHER, TOP, WIDTH = "other", 25, 96
 
 
 class Interval(NamedTuple):
-    """One kernel, or copy, on the device; microseconds."""
+    """Name, start and end of one kernel or copy on the device, in microseconds."""
 
     name: str
     start: float
@@ -47,7 +47,12 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel or a group, per iteration; alone: milliseconds in which no other group runs, None for a kernel."""
+    """Time of a kernel or a group in one iteration.
+
+    ms          sum of the kernels' milliseconds
+    alone       milliseconds in which no other group runs; None for a kernel
+    launches    number of launches
+    """
 
     name: str
     ms: float
@@ -57,7 +62,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """Tables of one iteration; wall, busy: milliseconds."""
+    """Profile of one iteration: milliseconds of the iteration (`wall`) and with at least one running kernel (`busy`), and rows
+    of groups and of kernels, longest first."""
 
     wall: float
     busy: float
@@ -70,7 +76,7 @@ def group_of(name: str) -> str:
 
 
 def record(run: Callable[[], None], count: int, device: torch.device, here: bool) -> Found | None:
-    """Run `count` iterations. here: whether this rank records; the other ranks return None."""
+    """Run `count` iterations, and return their profile if this rank records (`here`), else None."""
     if not here:
         for _ in range(count):
             run()
@@ -90,7 +96,7 @@ def record(run: Callable[[], None], count: int, device: torch.device, here: bool
 
 
 def tables(intervals: Sequence[Interval], count: int) -> Found:
-    """Sums over the intervals of `count` iterations, per iteration."""
+    """Return the profile of one iteration from the intervals of `count` iterations."""
     kernels: dict[str, list[float]] = defaultdict(list)
     groups: dict[str, list[float]] = defaultdict(list)
     for name, start, end in intervals:
@@ -111,7 +117,7 @@ def tables(intervals: Sequence[Interval], count: int) -> Found:
 
 
 def _overlaps(intervals: Iterable[Interval]) -> tuple[float, dict[str, float]]:
-    """Microseconds in which any kernel runs, and, by group, in which only kernels of this group run."""
+    """Return the microseconds in which any kernel runs, and for each group those in which only kernels of this group run."""
     edges = sorted(
         edge for name, start, end in intervals for edge in ((start, 1, group_of(name)), (end, -1, group_of(name)))
     )

@@ -2,10 +2,10 @@
 
     python -m bench.killed [CONFIG] [--ranks 2] [--out FOLDER] [--section.key value ...]
 
-CONFIG is `llama3_1b` by default. Both runs are deterministic, recompute selectively and save while the next steps run. The
-first kill takes all processes at once, as when a host is lost, the second one rank; each kill happens while a checkpoint is
-written and an earlier checkpoint exists. The program prints the cost of saves and the first difference of the curves. The exit
-code is 1 if they differ, or if a resumed run did not start from the last finished checkpoint.
+CONFIG is `llama3_1b` by default. Both runs are deterministic, recompute selectively and save asynchronously. The first kill
+ends all processes at once, as when a host is lost; the second kill ends one rank. Each kill happens while a checkpoint is being
+written and an earlier checkpoint exists. The program prints the time of saves and the first step whose loss differs. The exit
+code is 1 if losses differ, or if a resumed run did not start from the last finished checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE = 1200.0  # timeout of a run in seconds
 
 
 class Run:
-    """`launch.train` under torchrun, in a separate session, with output to a file."""
+    """Process of `launch.train` under torchrun, in a separate session, whose output goes to FOLDER.txt."""
 
     def __init__(self, folder: Path, ranks: int, arguments: Sequence[str]) -> None:
         self.folder, self.began = folder, time.monotonic()
@@ -45,16 +45,16 @@ class Run:
         )  # fmt: skip
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait for the exit code. Returns None if `until` becomes true first."""
+        """Wait for the end of the run, and return the exit code; or return None as soon as `until()` is true."""
         while (code := self.process.poll()) is None and not until():
             if time.monotonic() - self.began > PATIENCE:
                 self.kill_all()
-                sys.exit(f"no end within {PATIENCE:g} s, see {self.output.name}")
+                sys.exit(f"the run did not end within {PATIENCE:g} s, see {self.output.name}")
             time.sleep(0.002)
         return code
 
     def saving(self, after: int) -> bool:
-        """Whether a checkpoint is being written, and a later checkpoint than step `after` is finished."""
+        """Return whether a checkpoint is being written while a checkpoint of a step later than `after` is finished."""
         checkpoints = self.folder / "checkpoints"
         done = complete(checkpoints)
         return bool(done) and step_of(done[-1]) > after and any(checkpoints.glob(".step-*.tmp"))
@@ -90,7 +90,7 @@ def finish(run: Run) -> None:
 
 
 def killed_run(folder: Path, ranks: int, arguments: Sequence[str]) -> list[str]:
-    """Kill a run twice, then finish it. Returns the violated conditions."""
+    """Kill a run twice, then let it finish. Returns messages about violated conditions."""
     at = 0
     for kill in (Run.kill_all, Run.kill_one):
         run = Run(folder, ranks, arguments)
@@ -103,7 +103,7 @@ def killed_run(folder: Path, ranks: int, arguments: Sequence[str]) -> list[str]:
     finish(Run(folder, ranks, arguments))
     resumed = [line for line in log(folder) if "resuming from step" in line]
     if len(resumed) != 2 or f"resuming from step {at} " not in resumed[-1]:
-        return [f"it was not resumed twice from finished checkpoints: {resumed}"]
+        return [f"the run was not resumed twice from finished checkpoints: {resumed}"]
     return []
 
 
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("python -m bench.killed", description=__doc__.split("\n")[0])
     parser.add_argument("config", nargs="?", default="llama3_1b")
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--out", type=Path, default=Path("runs/killed"), help="folder of both runs, which must be new")
+    parser.add_argument("--out", type=Path, default=Path("runs/killed"), help="new folder for both runs")
     known, rest = parser.parse_known_args(arguments)
     known.out.mkdir(parents=True)
     settings = [known.config, *SETTINGS, *rest]
@@ -124,8 +124,8 @@ def main(arguments: Sequence[str]) -> None:
         wrong.append(f"losses differ, first at step {min(differing, default=0)}: {expected} and {found}")
     for line in log(alone):
         if "of the steps' time" in line:
-            print(f"left alone: {line}")
-    print(*(wrong or [f"{len(found)} losses are equal, bit for bit: the last is {found[max(found)]}"]), sep="\n")
+            print(f"uninterrupted run: {line}")
+    print(*(wrong or [f"{len(found)} losses are bitwise equal; the last loss is {found[max(found)]}"]), sep="\n")
     sys.exit(1 if wrong else 0)
 
 

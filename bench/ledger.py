@@ -6,12 +6,12 @@ One row for each recipe, mesh and group, tab-separated, with a header:
 
     recipe  mesh  group  planned  counted  amax  share_of_bf16  gathers_of_bf16
 
-    planned, counted   bytes one rank sends in a step, without amax agreements
-    amax               counted bytes of amax agreements; the row contains planned!=counted if the plan differs
-    share_of_bf16      planned and amax bytes, relative to the bytes of the same plan in bf16
-    gathers_of_bf16    largest gather of one quantized orientation of x, dy or w, relative to bf16; "-": none
+    planned, counted   bytes that one rank sends in a step, without amax agreements
+    amax               bytes of amax agreements; "PLANNED!=COUNTED" if planned and counted bytes differ
+    share_of_bf16      planned bytes, including amax agreements, relative to the same plan in bf16
+    gathers_of_bf16    bytes of the largest gather of a quantized x, dy or w, relative to bf16; "-": no such gather
 
-The exit code is 1 where planned and counted differ anywhere, by group, layer and purpose, or a mesh failed.
+The exit code is 1 if planned and counted bytes of any group, layer and purpose differ, or if a mesh failed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from launch.training.wire_bytes import WARM, by_group, planned
 
 COLUMNS = ("recipe", "mesh", "group", "planned", "counted", "amax", "share_of_bf16", "gathers_of_bf16")
 MESHES = {"tp=2": (1, 2), "dp_shard=2": (2, 1), "tp=2,dp_shard=2": (2, 2)}  # (dp_shard, tp)
-SMALL = [  # smaller than tiny: half of its blocks and a quarter of its tokens, so that the program takes about a minute
+SMALL = [  # fewer blocks and tokens than tiny, so that the program takes about a minute
     "--model.layers", "2", "--train.sequence", "128", "--train.global_batch", "4", "--checkpoint.resume", "none",
 ]  # fmt: skip
-# if two quantized orientations of dy are larger than dy itself, a recipe has an option to gather dy
+# For recipes whose two quantized orientations of dy are larger than dy in bf16, the gather of dy in high precision runs as well
 VARIANTS = {
     f"{name}+gather_dy": f'{{name = "{name}", gather_dy = "high_precision"}}' for name in ("fp8_block", "mxfp8")
 }
@@ -64,7 +64,7 @@ def config_of(recipe: str, mesh: str, folder: Path, overrides: Sequence[str]) ->
 
 
 def watch(trainer: Trainer) -> str:
-    """Train until the counted step; return the difference to the plan, or ""."""
+    """Train up to and including the counted step. Returns the message about a difference from the plan, or ""."""
     try:
         for step in range(WARM + 1):
             trainer.watched_step(step)
@@ -74,7 +74,7 @@ def watch(trainer: Trainer) -> str:
 
 
 def rows(recipe: str, mesh: str, trainer: Trainer) -> Iterator[str]:
-    """Return the table rows of a run after its counted step. Raises Unpredictable."""
+    """Yield the table rows of a run after its counted step. Raises Unpredictable if bytes cannot be planned."""
     seen, plan, load = trainer.wire.seen(), plan_of(trainer.built.model), trainer.wire.load()
     ours, bf16 = planned(plan, load), planned(in_bf16(plan), load)
     for group in by_group({**seen.sent, **ours}):
@@ -88,7 +88,7 @@ def rows(recipe: str, mesh: str, trainer: Trainer) -> Iterator[str]:
 
 
 def _in(sent: Mapping[Any, int], group: str, amax: bool) -> int:
-    """Bytes of one group: either of amax agreements, or of all other transfers."""
+    """Return the bytes of one group: of amax agreements if `amax`, else of all other transfers."""
     return sum(n for key, n in sent.items() if key.group == group and (key.purpose == "amax") == amax)
 
 
@@ -96,9 +96,9 @@ HIGH_PRECISION = [observer.dtype_name(dtype) for dtype in (torch.bfloat16, torch
 
 
 def weight_share(seen: observer.Observer, ours: Traffic, bf16: Traffic, group: str) -> list[float]:
-    """Bytes of the gathers of quantized weights, relative to bf16, if there are any.
+    """Return the bytes of the gathers of quantized weights relative to bf16, as a list of one number; [] without such gathers.
 
-    FSDP gathers a unit as a whole, so the planned bytes of unquantized weights are subtracted from the counted bytes.
+    FSDP gathers all parameters of a unit together, so the planned bytes of unquantized weights are subtracted.
     """
     base = sum(n for sent, n in bf16.items() if (sent.group, sent.purpose) == (group, "weights"))
     counted = sum(n for key, n in seen.sent.items() if (key.group, key.purpose) == (group, "weights"))
@@ -107,8 +107,8 @@ def weight_share(seen: observer.Observer, ours: Traffic, bf16: Traffic, group: s
 
 
 def gather_shares(seen: observer.Observer, bf16: Traffic, group: str) -> list[float]:
-    """Bytes of each gather of a quantized x or dy, relative to bf16. In bf16 a layer that gathers one side reduces the other,
-    so each pass sends the same bytes."""
+    """Return the bytes of each gather of a quantized x or dy, relative to bf16. In bf16 a layer sends the same bytes in each
+    pass, since it gathers in one pass and reduces as many values in the other."""
     shares = []
     for key, nbytes in seen.sent.items():
         quantized = key.purpose in GEMMS and key.kind == "all_gather" and key.precision not in HIGH_PRECISION
@@ -119,7 +119,7 @@ def gather_shares(seen: observer.Observer, bf16: Traffic, group: str) -> list[fl
 
 
 def on_ranks(mesh: str, folder: Path, only: Sequence[str], overrides: Sequence[str]) -> None:
-    """Run all recipes on one rank of one mesh, one after the other; rank 0 writes rows.tsv and differences.txt."""
+    """Body of a rank: run all recipes on one mesh, one after the other; rank 0 writes MESH.tsv and differences.txt."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     built: DeviceMesh | None = None
@@ -137,8 +137,8 @@ def on_ranks(mesh: str, folder: Path, only: Sequence[str], overrides: Sequence[s
 
 
 def run(mesh: str, folder: Path, arguments: Sequence[str]) -> bool:
-    """Run all recipes on the ranks of one mesh, and print the rows. Returns whether the ranks succeeded and nothing
-    differed."""
+    """Start the ranks of one mesh, run all recipes on them, and print the rows. Returns whether all ranks succeeded and all
+    bytes were as planned."""
     ranks = MESHES[mesh][0] * MESHES[mesh][1]
     command = [
         sys.executable,
@@ -165,7 +165,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bench.ledger", description="Planned and counted bytes of every recipe and mesh."
     )
-    parser.add_argument("--only", action="append", choices=list(choices()), default=[], help="these recipes [all]")
+    parser.add_argument(
+        "--only", action="append", choices=list(choices()), default=[], help="a recipe to run; may be repeated [all]"
+    )
     parser.add_argument("--mesh", choices=list(MESHES), help=argparse.SUPPRESS)  # set in the processes of ranks
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options, overrides = parser.parse_known_args()

@@ -2,24 +2,23 @@
 
     python -m bench.linear [--shapes 8192x4096x14336] [--recipes fp8_current] [--json FILE] [--plot FILE.png]
 
-An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights: an optimizer step
-without the update. Inputs rotate over more than four times the L2 cache.
+An iteration is forward, backward with gradients of x and w, and the step boundary, which casts the weights; there is no
+optimizer update. Inputs rotate over more than four times the L2 cache.
 
     device     device time: eight iterations at a time are queued behind a kernel that keeps the device busy
-    fwd, bwd   the parts of `device` before the step boundary
-    sustained  device time without pauses between iterations; "-" if the host cannot keep the device busy.
-               Clocks are lower then (`dlp.kernels.timing`), and fall further for FP8, where the device is idle for a larger
-               share of the time in the column `device`
-    host       time with the host waiting for the device before each iteration, so that host time counts
+    fwd, bwd   device time of forward and of backward
+    sustained  device time without pauses between iterations; "-" if the host cannot keep the device busy. Clocks are lower
+               under sustained load (`dlp.kernels.timing`)
+    host       wall time of an iteration that starts when the device is idle, so that host time counts
     gemms      the three GEMMs alone, with the fastest of cuBLASLt's candidates
     floor      gemms + 1.15 x the minimum bytes of casts / the bandwidth of a copy
 
 Each time is followed by its ratio to nn.Linear's time. GEMMs run with the first algorithm of cuBLASLt's heuristic, the default
 for users; `RECIPE:tuned` runs the algorithm that `python -m dlp.kernels.tune` chooses for the shape. `RECIPE:fast` accumulates
-in the tensor core only (`accumulation`) in all three GEMMs; targets apply to the recipe's default accumulation.
+in the tensor core only (option `accumulation`) in all three GEMMs; targets apply to the recipe's default accumulation.
 
-Device time is compared three times, if applicable: its ratio with a target, at the end of a row `ok (0.87)` or
-`MISSED (0.87)`; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows of a shape, with the fastest
+Device time is judged in up to three ways: its ratio to nn.Linear against a target, `ok (0.87)` or `MISSED (0.87)` at the end of
+the row; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows of a shape, against the fastest other
 library with the same quantization, `0.950 of torchao`. The exit code is nonzero only if a measurement failed.
 
 Shapes are tokens x in_features x out_features. Each shape runs in a separate process (`bench.linear_shape`) with all
@@ -47,7 +46,7 @@ from bench.files import add_files, write_files
 from bench.linear_subjects import ALL_FAST, ALL_TUNED, BASE, PEERS_OF, RECIPES, SHAPES, Shape, installed_peers, untuned
 from dlp.kernels import loader
 
-TARGETS = {  # shares of nn.Linear's device time that must be reached, by shape
+TARGETS = {  # limits of the device time relative to nn.Linear's, for each of SHAPES
     "fp8_current": (0.87, 0.60, 0.55, 0.585, 0.54),
     "fp8_delayed": (0.82, 0.58, 0.53, 0.58, 0.52),
     "fp8_block": (0.96, 0.74, 0.69, 0.69, 0.675),
@@ -59,7 +58,8 @@ SUBJECT = "{:16} {:6} {:6} {:6}"
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds, or ratios to nn.Linear; None if the host could not keep the device busy."""
+    """Times of an iteration in milliseconds, or relative to nn.Linear; the columns of the module docstring. `sustained` is None
+    if the host cannot keep the device busy."""
 
     device: float
     fwd: float
@@ -76,8 +76,16 @@ class Times:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table; `gemms` and `floor` in milliseconds. `of_floor`, `of_peer`: device time over the floor, and over
-    that of `peer`, the fastest library of the same kind; None where there is none."""
+    """One line of the table.
+
+    ms, shares       milliseconds, and times relative to nn.Linear
+    gemms, floor     milliseconds of the GEMMs alone, and of the floor
+    tflops           TFLOP/s of the three GEMMs in `ms.device`
+    target           limit of `shares.device`; None without a target
+    of_floor         device time relative to the floor; None without casts
+    peer, of_peer    the fastest library with the same quantization, and the device time relative to that library's; None if
+                     no such library was measured
+    """
 
     recipe: str
     tokens: int
@@ -94,7 +102,7 @@ class Line:
     of_peer: float | None = None
 
     def verdicts(self) -> dict[str, bool]:
-        """Whether the applicable targets are met."""
+        """Return whether the line keeps each limit that applies: "target", "floor", "peer"."""
         judged = {
             "target": (self.shares.device, self.target),
             "floor": (self.of_floor, 1.0),
@@ -105,7 +113,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Failure:
-    """A line that could not be measured, and the reason."""
+    """Subject that could not be measured at a shape, and the reason `why`."""
 
     recipe: str
     tokens: int
@@ -135,7 +143,7 @@ def show(line: Line | Failure) -> None:
 
 
 def _verdicts(line: Line) -> str:
-    """Result of target and floor, for the end of a row."""
+    """Describe the results for target and floor, for the end of a row."""
     met, said = line.verdicts(), ""
     if line.target is not None:
         said += f"  {'ok' if met['target'] else 'MISSED'} ({line.target})"
@@ -145,7 +153,7 @@ def _verdicts(line: Line) -> str:
 
 
 def beside_peers(lines: Sequence[Line]) -> list[Line]:
-    """Lines of one shape, each with the fastest peer of its kind."""
+    """Return the lines of one shape with `peer` and `of_peer` filled in."""
     times = {line.recipe: line.ms.device for line in lines}
     return [_beside(line, times) for line in lines]
 
@@ -169,7 +177,7 @@ def show_peer(line: Line) -> None:
 
 
 def head() -> str:
-    """The names of the columns."""
+    """Return the row with the names of the columns."""
     names = (f"{field.name:>9} {'share':>6}" for field in fields(Times))
     return " ".join(
         [f"{'recipe':16} {'tokens':>6} {'in':>6} {'out':>6}", *names, f"{'gemms':>8} {'floor':>8} {'TFLOP/s':>7}"]
@@ -186,16 +194,16 @@ def _number(value: float | None) -> str:
 
 
 def command_of(shape: str, options: argparse.Namespace, file: Path) -> list[str]:
-    """Command that measures one shape after reading a line from stdin, and writes the results to a file."""
+    """Return the command of a process that waits for a line on stdin, then measures a shape and writes results to `file`."""
     command = [sys.executable, "-m", "bench.linear_shape", shape, "--wait", "--json", str(file)]
     return [*command, *(["--where"] if options.where else []), "--recipes", *options.recipes]
 
 
 class Apart:
-    """All subjects of one shape, in a separate process.
+    """Separate process that measures all subjects of one shape.
 
-    The process starts its imports at construction, which take as long as most of its measurements, and runs when
-    results are requested."""
+    The constructor starts the process, which imports its modules and waits, since imports take long; `results` lets it
+    measure."""
 
     def __init__(self, text: str, options: argparse.Namespace, folder: Path) -> None:
         self._shape, self._recipes = shape_of(text), (BASE, *options.recipes, *installed_peers())
@@ -205,8 +213,8 @@ class Apart:
         )  # fmt: skip
 
     def results(self) -> tuple[list[Line], list[Failure]]:
-        """Return the results, and print the output of the process meanwhile. Without results, its last lines are the
-        failure of every subject."""
+        """Let the process measure, and return its results; meanwhile its output is printed. If it writes no results, every
+        subject fails, with the last line of the output as the reason."""
         ended = self._finish()
         if self._file.exists():
             found = json.loads(self._file.read_text())
@@ -217,7 +225,7 @@ class Apart:
         return [], failures
 
     def _finish(self) -> str:
-        """Exit of the process, with its last output."""
+        """Wait for the end of the process. Returns a message with its exit code and the last line on stderr."""
         last, process = "", self._process
         assert process.stdin is not None and process.stderr is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:  # the process may have ended
@@ -230,7 +238,7 @@ class Apart:
 
 
 def written(lines: Sequence[Line], failures: Sequence[Failure]) -> dict[str, Any]:
-    """Convert a result to JSON, including verdicts."""
+    """Convert lines and failures to a JSON object, with the verdicts of each line."""
     return {
         "lines": [asdict(line) | {"verdicts": line.verdicts()} for line in lines],
         "failures": [asdict(failure) for failure in failures],
@@ -246,7 +254,7 @@ def _line(found: dict[str, Any]) -> Line:
 def measure_apart(
     texts: Sequence[str], options: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[list[Line], list[Failure]]]:
-    """Results of each shape; the next process starts while a shape is measured."""
+    """Yield the results of each shape; the process of the next shape starts while a shape is measured."""
     following = Apart(texts[0], options, folder)
     for text in (*texts[1:], None):
         current = following

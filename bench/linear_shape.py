@@ -1,9 +1,9 @@
-"""One shape of `bench.linear` in a separate process: every recipe and peer, and `nn.Linear`, one after the other.
+"""Program that measures one shape for `bench.linear`: `nn.Linear`, then every recipe and peer, one after the other.
 
     python -m bench.linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
-Each subject runs alone, at the clocks under its own load (`dlp.kernels.timing`); alternation would cool the device for the
-subject with the highest load. A subject that fails has a row with the reason.
+Subjects do not alternate, so that each runs at the clocks under its own load (`dlp.kernels.timing`): pauses would let the
+device cool and favour the subject with the highest load. A subject that fails has a row with the reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LESS_SETTLING = 0.15  # seconds of load before a measurement that follows a simi
 
 
 def gemms_of(recipe: str, shape: Shape) -> list[Callable[[], Tensor]]:
-    """fprop, dgrad and wgrad alone."""
+    """Return a function for each GEMM (fprop, dgrad, wgrad) that runs it on quantized operands."""
     (tokens, k, n), of, calls = shape, recipe_of(recipe), list[Callable[[], Tensor]]()
     for which, (rows, cols, contraction) in zip(GEMMS, ((tokens, n, k), (tokens, k, n), (n, k, tokens)), strict=True):
         a, b = operand(of, which, 0, rows, contraction), operand(of, which, 1, cols, contraction)
@@ -65,7 +65,7 @@ def gemms_of(recipe: str, shape: Shape) -> list[Callable[[], Tensor]]:
 
 @cache
 def gemms_ms(recipe: str, shape: Shape) -> float:
-    """Milliseconds of the GEMMs in sequence, each with the candidate that is the fastest in bursts."""
+    """Return the milliseconds of the three GEMMs in sequence, each with the candidate that is the fastest in bursts."""
     calls = gemms_of(recipe, shape)
     each = [fastest(call, in_bursts) for call in calls]
     with by_candidates({found.problem: found.best for found in each}):
@@ -74,17 +74,17 @@ def gemms_ms(recipe: str, shape: Shape) -> float:
 
 @cache
 def tuned_choices(recipe: str, shape: Shape) -> dict[GemmProblem, int]:
-    """Candidates that `dlp.kernels.tune` chooses for the GEMMs."""
+    """Return the number of the candidate that `dlp.kernels.tune` chooses for each GEMM."""
     each = [fastest(call, sustained) for call in gemms_of(recipe, shape)]
     return {found.problem: found.choice for found in each}
 
 
 @cache
 def cast_bytes(recipe: str) -> tuple[float, float]:
-    """Bytes that casts move per element of (x, dy) and of w.
+    """Return the bytes that casts move per element of x (and dy), and per element of w.
 
-    Values are read, and read again if a scale needs all values before the first code; codes and scales of both orientations are
-    written; if operands are decoded, codes are read again and decoded values are written."""
+    A cast reads the values, twice if a scale depends on all of them, and writes codes and scales of both orientations. If the
+    GEMMs decode operands, codes and scales are read again, and decoded values are written."""
     of = recipe_of(recipe)
     pairs = [of.operands(which) for which in GEMMS]
     decoded = any(kernel_name(a.format, b.format, "cuda").startswith(DECODES) for a, b in pairs)
@@ -102,7 +102,7 @@ def cast_bytes(recipe: str) -> tuple[float, float]:
 
 @cache
 def copied_in_ms() -> float:
-    """Number of bytes that a copy reads and writes in a millisecond."""
+    """Return the number of bytes that a device copy reads and writes per millisecond."""
     launches = [copy_of(512 * 2**20) for _ in range(2)]
     graph = graph_of(launches)
     return launches[0].nbytes / statistics.median(replay(*graph) for _ in range(9)) * 1e3
@@ -131,7 +131,7 @@ def times_of(subject: Subject) -> Times:
 
 
 def where(recipe: str, shape: Shape) -> str:
-    """Kernels of one iteration, longest first."""
+    """Describe the kernels of one iteration, longest first."""
     subject = Subject(recipe, shape)
     for _ in range(3):
         subject.iteration()
@@ -141,7 +141,7 @@ def where(recipe: str, shape: Shape) -> str:
 def measure_all(
     shape: Shape, recipes: Sequence[str], after: Callable[[str], None] = lambda recipe: None
 ) -> tuple[list[Line], list[Failure]]:
-    """Measure nn.Linear and these subjects, and print each result; `after` is called after each."""
+    """Measure nn.Linear and `recipes`, and print each result. `after` is called with the name of each measured subject."""
     lines: list[Line] = []
     failures: list[Failure] = []
     for recipe in (BASE, *recipes):
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("shape", help="tokens x in x out, as 8192x4096x4096")
     parser.add_argument("--recipes", nargs="+", default=[*RECIPES, *ALL_FAST, *ALL_TUNED])
     parser.add_argument("--where", action="store_true", help="list the kernels of an iteration")
-    parser.add_argument("--wait", action="store_true", help="get ready, and begin when a line comes in")
+    parser.add_argument("--wait", action="store_true", help="import everything, then wait for a line on stdin")
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if code := loader.load_or_explain():

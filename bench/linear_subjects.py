@@ -1,4 +1,4 @@
-"""Linears that benchmarks compare: `nn.Linear`, dlp's linear in each recipe, linears of other libraries."""
+"""Linears that benchmarks compare: `nn.Linear`, dlp's linear with each recipe, and linears of other libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _torchao(recipe: str, linear: nn.Linear) -> nn.Module:
 
 
 class _TransformerEngine(nn.Module):
-    """Linear of Transformer Engine under one of its recipes."""
+    """Linear of Transformer Engine with a recipe of Transformer Engine, given by the class name."""
 
     def __init__(self, recipe: str, linear: nn.Linear) -> None:
         super().__init__()
@@ -70,19 +70,19 @@ PEERS_OF = {
 
 
 def recipe_of(name: str) -> dlp.Recipe:
-    """A recipe of RECIPES, possibly with suffix FAST or TUNED."""
+    """Return the recipe of a subject: a name of RECIPES, possibly with suffix FAST or TUNED."""
     if name.endswith(FAST):
         return dlp.recipe(own_name(name), accumulation=dict.fromkeys(GEMMS, "fast"))
     return dlp.recipe(own_name(name))
 
 
 def own_name(name: str) -> str:
-    """Name of a recipe without suffixes."""
+    """Return the name of a subject without suffixes FAST and TUNED."""
     return untuned(name).removesuffix(FAST)
 
 
 def untuned(name: str) -> str:
-    """Name without TUNED: targets of a recipe do not depend on the algorithms of its GEMMs."""
+    """Return the name of a subject without suffix TUNED. Targets are the same with and without this suffix."""
     return name.removesuffix(TUNED)
 
 
@@ -91,14 +91,14 @@ def installed_peers() -> list[str]:
 
 
 def import_peers(names: Sequence[str]) -> None:
-    """Import peers in advance. An import that fails raises again when a linear of the peer is constructed."""
+    """Import libraries in advance. Errors are ignored here; they are raised when a linear of the library is constructed."""
     for package in dict.fromkeys(PEERS[name][0] for name in names):
         with contextlib.suppress(Exception):
             importlib.import_module(package)
 
 
 class Subject:
-    """A linear, with inputs and gradients that rotate between iterations."""
+    """A linear with its inputs and gradients of y, which rotate between iterations."""
 
     def __init__(self, recipe: str, shape: Shape) -> None:
         tokens, k, n = shape
@@ -129,7 +129,7 @@ class Subject:
         self.y = self.linear(self.x)
 
     def backward(self) -> None:
-        """Backward of the last forward; gradients are computed and freed."""
+        """Run the backward of the last forward, and free the gradients."""
         self.y.backward(self.dy)
         self.y = self.dy
         for leaf in (self.x, *self.parameters):
@@ -140,6 +140,6 @@ class Subject:
         self.backward()
 
     def iteration(self) -> None:
-        """Forward, backward and the step boundary."""
+        """Run forward, backward and the step boundary."""
         self.both()
         self.boundary()

@@ -1,12 +1,13 @@
-"""Training steps of LoRA over a frozen base in bf16 and in codes: tokens per second and memory of a rank, planned and measured.
+"""LoRA over frozen base weights in bf16 and in low precision: tokens per second, planned and measured memory of a rank.
 
     python -m bench.lora                                                      llama3_8b, 8192 tokens, one GPU
     torchrun --nproc-per-node 2 -m bench.lora                                 FSDP2 over two GPUs
-    python -m bench.lora --plan --config llama3_70b --world 2 --bases nvfp4   bytes of a rank, without ranks
+    python -m bench.lora --plan --config llama3_70b --world 2 --bases nvfp4   planned bytes of a rank; runs no step
     python -m bench.lora --config tiny --tokens 256 --steps 2                 on a CPU
 
-Linears of blocks have adapters; embedding, norms and head stay in bf16. Blocks are recomputed in backward and are the units of
-FSDP2; the root unit (embedding, norm, head) stays gathered. Random weights and tokens. The ratios are to the first base.
+Linears of blocks have adapters; embedding, norms and head stay in bf16. Each block is recomputed in backward and is an FSDP
+unit; the root unit (embedding, norm, head) stays gathered. Weights and tokens are random. Printed ratios are relative to the
+first of `--bases`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from launch.ranks.process_exit import refuse
 from launch.training.build import meta_model
 from launch.training.recomputation import recompute
 
-BF16 = "bf16"  # the base without codes
+BF16 = "bf16"  # base weights that are not quantized
 LAYERS = "model.layers.**"
-GROWING = ("base", "adapters, gradients, AdamW", "inputs of blocks")  # with the number of blocks
+GROWING = ("base", "adapters, gradients, AdamW", "inputs of blocks")  # rows that grow with the number of blocks
 OPTIONS = ("--train.checkpointing=full", "--train.compile=false")
 
 
@@ -53,11 +54,12 @@ def _bytes(parameters: Sequence[Tensor]) -> float:
 
 
 def planned(config: Config, base: str, rank: int, world: int, batch: tuple[int, int]) -> dict[str, float]:
-    """Bytes of a rank at the peak of a step, by row. The sum counts the loss and the recomputation of a block together.
+    """Return the planned bytes of a rank at the peak of a step, by row.
 
-    Blocks are alike: bytes are those of two blocks, and for each further block the difference from one block.
+    All blocks are equal, so the bytes are extrapolated from models with one and two blocks. The sum over rows counts the logits
+    and a recomputed block as if they existed at the same time.
 
-    decoded    the largest weight in fp32 and in bf16, which a forward of codes decodes
+    decoded    the largest weight of a block in fp32 and in bf16, which a forward decodes from its codes
     """
     few = [with_blocks(config, count) for count in (1, 2)]
     one, two = (_planned(each, base, rank, world, batch) for each in few)
@@ -86,7 +88,7 @@ def _planned(config: Config, base: str, rank: int, world: int, batch: tuple[int,
 
 
 def built(config: Config, base: str, rank: int, device: torch.device) -> Llama:
-    """The model with adapters, recomputed blocks and FSDP2 units on this rank."""
+    """Build the model on this rank, with adapters, recomputed blocks and FSDP units."""
     model = meta_model(config)
     assert isinstance(model, Llama)
     init_weights(model.to_empty(device=device), 0)
@@ -103,7 +105,8 @@ def built(config: Config, base: str, rank: int, device: torch.device) -> Llama:
 def measured(
     config: Config, base: str, rank: int, batch: tuple[int, int], steps: int, device: torch.device
 ) -> tuple[float, float]:
-    """Tokens per second of all ranks, from the median time of steps, and the peak of bytes on a GPU (0 on a CPU)."""
+    """Return the tokens per second of all ranks, from the median time of a step, and the peak memory of this rank in bytes
+    (0 on a CPU)."""
     cuda = device.type == "cuda"
     model = built(config, base, rank, device)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
@@ -134,12 +137,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m bench.lora", description=__doc__.split("\n")[0])
     parser.add_argument("--config", default="llama3_8b", help="shape of the model")
     parser.add_argument("--bases", nargs="+", default=[BF16, "nvfp4", "fp8_block"], help="bf16, or recipes")
-    parser.add_argument("--rank", type=int, default=16, help="of adapters")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a rank in a step")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank in a step")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--plan", action="store_true", help="plan only; exit code 1 if a base does not fit")
-    parser.add_argument("--world", type=int, default=1, help="ranks of --plan")
-    parser.add_argument("--device", choices=sorted(BOARDS), default="h100", help="GPU model of --plan")
+    parser.add_argument("--world", type=int, default=1, help="number of ranks for --plan")
+    parser.add_argument("--device", choices=sorted(BOARDS), default="h100", help="GPU model for --plan")
     add_files(parser, draws=False)
     asked = parser.parse_args(arguments)
     config = load(asked.config, OPTIONS)

@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 -m bench.memory [--cases A,B,...] [--steps 3] [--section.key value ...]
 
-Settings apply to every case. Each case counts static memory tensor by tensor (also on a CPU); on a GPU also the peak of
-`max_memory_allocated` in forward, backward and update, and the memory allocated after each. The exit code is 1 if a peak
-differs from its prediction by more than 5 %. Random tokens; the model and the step are the launcher's.
+Settings apply to every case. Each case counts static memory tensor by tensor. On a GPU it also measures the peak of
+`max_memory_allocated` in forward, backward and update, and the memory allocated after each of these stages. The exit code is 1
+if the peak of a case differs from its prediction by more than 5 %. Tokens are random; the model and the step are those of
+`launch.train`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from launch.training import wire_bytes
 from launch.training.build import Built, build
 from launch.training.gradient_norm import GradientNorm
 
-BOUND = 0.05
+BOUND = 0.05  # largest relative difference of predicted and measured peak
 EAGER = "--train.cuda_graph=false"  # peaks are measured in steps without a CUDA graph
 LLAMA = ("llama3_1b", EAGER, "--train.global_batch=4", "--train.compile=true")
 BLOCKS = ("bench_8b", EAGER, "--model.layers=4", "--train.global_batch=2")
@@ -58,9 +59,12 @@ CASES: dict[str, tuple[str, ...]] = {
 class Result:
     """Result of one case, in bytes.
 
-    counted: static memory, by row of the prediction. peaks, behind: peak in and memory after each part of a step, empty
-    on a CPU. before:
-    memory allocated before the model was built."""
+    predicted    rows of the prediction, `launch.estimate.memory.Memory.rows`
+    counted      counted static memory, by row of the prediction
+    peaks        peak memory in each stage of a step; empty on a CPU
+    behind       memory allocated after each stage of a step; empty on a CPU
+    before       memory allocated before the model was built
+    """
 
     case: str
     predicted: dict[str, dict[str, float]]
@@ -71,12 +75,12 @@ class Result:
 
     @property
     def ratio(self) -> float | None:
-        """Predicted peak relative to the measured peak."""
+        """Predicted peak relative to the measured peak; None on a CPU."""
         return Memory(self.predicted).peak / (max(self.peaks.values()) - self.before) if self.peaks else None
 
 
 def counted(built: Built) -> dict[str, float]:
-    """Static memory between steps, tensor by tensor, each storage once."""
+    """Return the static memory between steps in bytes; each storage counts once."""
     session = session_of(built.model)
     batch = session.weight_batch
     copies = [] if batch is None else list(batch.values._copies.values())
@@ -95,7 +99,7 @@ def _bytes(tensors: Any) -> float:
 
 
 class Peaks:
-    """Peak memory in, and memory after, each part of a step, on a GPU."""
+    """Recorder of the peak memory in each stage of a step, and of the memory after the stage; it records only on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -121,7 +125,8 @@ Loss = Callable[[tuple[Tensor, Tensor]], Tensor]
 def step(
     built: Built, batches: Sequence[tuple[Tensor, Tensor]], loss_of: Loss, norm: Callable[[], Tensor], peaks: Peaks
 ) -> None:
-    """The launcher's step, measured part by part. loss_of: summed loss of a microbatch."""
+    """Run a step as `launch.train` does, and record the memory of its stages. `loss_of` returns the summed loss of a
+    microbatch."""
     model = built.model
     peaks.begin()
     for i, batch in enumerate(batches):
@@ -139,7 +144,7 @@ def step(
 
 
 def measure(case: str, config: Config, mesh: DeviceMesh, steps: int, device: torch.device) -> Result:
-    """Build a case, run it, and compare the memory with the prediction."""
+    """Build the model of a case, run `steps` steps, and return predicted and measured memory of the last step."""
     before = give_back(device) * 2**30
     built = build(config, mesh, device)
     predicted = memory(
@@ -159,23 +164,23 @@ def measure(case: str, config: Config, mesh: DeviceMesh, steps: int, device: tor
 
 
 def said(result: Result) -> Iterator[str]:
-    """Describe a case in lines."""
+    """Yield the lines that describe a result."""
     predicted, gib = Memory(result.predicted), 2**30
-    ratio = "not measured" if result.ratio is None else f"{result.ratio:.3f} of what was measured"
+    ratio = "not measured" if result.ratio is None else f"{result.ratio:.3f} of the measured peak"
     yield f"== {result.case}: predicted peak {predicted.peak / gib:.2f} GiB, {ratio}"
     for name, nbytes in result.counted.items():
         told = next(iter(predicted.rows[name].values()))
         yield f"  {name:18} predicted {told / gib:8.3f}  counted {nbytes / gib:8.3f} GiB"
     for part, nbytes in result.peaks.items():
         rest = result.behind[part] - result.before
-        yield f"  {part:18} peak {(nbytes - result.before) / gib:8.3f}  behind it {rest / gib:8.3f} GiB"
+        yield f"  {part:18} peak {(nbytes - result.before) / gib:8.3f}  after it {rest / gib:8.3f} GiB"
     yield from (f"  {line}" for line in predicted.describe()[2:])
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("python -m bench.memory", description="Compares predicted with measured memory.")
     parser.add_argument("--cases", default=",".join(CASES), help=f"comma-separated, of {', '.join(CASES)}")
-    parser.add_argument("--steps", type=int, default=3, help="of each case; the last one counts")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each case, of which the last counts")
     add_files(parser, draws=False)
     known, rest = parser.parse_known_args(arguments)
     cuda = torch.cuda.is_available()
@@ -193,10 +198,10 @@ def main(arguments: Sequence[str]) -> None:
     except ValueError as error:
         refuse(str(error), code=2)
     except KeyError as error:
-        refuse(f"--cases: no case {error}, expected some of {', '.join(CASES)}", code=2)
+        refuse(f"--cases: unknown case {error}, expected some of {', '.join(CASES)}", code=2)
     off = [r.case for r in results if r.ratio is not None and abs(r.ratio - 1) > BOUND]
     if off and dist.get_rank() == 0:
-        print(f"more than {BOUND:.0%} off: {', '.join(off)}")
+        print(f"prediction and measurement differ by more than {BOUND:.0%}: {', '.join(off)}")
     shutdown()
     sys.exit(1 if off else 0)
 

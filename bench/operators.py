@@ -1,34 +1,32 @@
-"""A gather followed by a GEMM, and a GEMM followed by a sum, compared with their parts one after the other.
+"""Overlap of a gather with the GEMM that follows, and of a GEMM with the reduction that follows, compared with serial runs.
 
     torchrun --nproc-per-node 2 -m bench.operators [--shapes 8192x8192x14336] [--recipes bf16 fp8_current] [--json FILE]
 
-    gather   x [M/R, K] of each rank, quantized -> [M, K], times w [N, K].T
+    gather   quantized x [M/R, K] of each rank -> [M, K], times w [N, K].T
     sum      x [M, N] times w [K, N].T -> contributions [M, K] in bf16; each rank keeps its rows [M/R, K] of their sum
 
-M, K, N of a rank are those of a model's MLP, sharded over the ranks. Microseconds:
+K is a size of the model, and N is the share of one rank, as in an MLP that is sharded over the ranks. The columns, in
+microseconds:
 
+    time         the strategy (--strategies): `serial`, `chunked`, or for example chunked:2; it includes signals and sums, but
+                 not the cast and the agreement on an amax
     gemm         the GEMM alone, on the gathered operand
-    transfer     the collective alone: the minimum of NCCL (of the operand's bytes, or of bf16) and `serial`
-    sequential   one after the other: the minimum of NCCL's transfer plus GEMM, and `serial`
-    strategies   `serial` and `chunked`, or others (--strategies, as chunked:2): without cast and agreement, with
-                 signals and
-             sums
+    transfer     the collective alone: the minimum of NCCL and, for a gather, `serial`
+    sequential   the minimum of NCCL's collective plus GEMM, and `serial`
 
-and of each strategy
+and for each strategy
 
-    of sequential   time / sequential: above 1 the strategy is slower
-    of ideal        max(gemm, transfer) / time
-    hidden          eta_hidden = (sequential - time) / min(gemm, transfer): 1: everything that can overlap is hidden
-    exposed         time - gemm
-    less a tile     (time - tile) / max(gemm, transfer), where a tile is gemm / the waves of tiles that it has: the last tile of
-                    the rows that come last cannot be hidden. FP8 recipes are to reach 1.10 in a gather and 1.15 in a sum
+    of seq.     time / sequential: above 1, overlap makes the operator slower
+    ideal       max(gemm, transfer) / time
+    hidden      (sequential - time) / min(gemm, transfer): 1 means that everything that can overlap is hidden
+    exposed     time - gemm
+    -tile       (time - tile) / max(gemm, transfer), where tile = gemm / number of output-tile waves: the last wave cannot be
+                hidden. The limits for FP8 recipes are 1.10 in a gather and 1.15 in a sum
 
-Duration: a shape and recipe take 7 runs and 2 of each strategy, each run 11 repetitions, and a repetition of eight calls takes
-about 0.07 s on 2 H200 in FP8. The default, four shapes in one recipe under two strategies, takes 484 repetitions: about 35 s
-after the start of the ranks. The first printed line gives the duration of the arguments at hand.
+The default arguments take 484 repetitions of eight calls; the first printed line estimates the duration.
 
-Times are of the device (`bench.collectives`): operators alternate, inputs rotate, median over repetitions of the slowest
-rank. On CPUs (gloo) they are wall times, and show that everything runs.
+Times are device times, as in `bench.collectives`: operators alternate, inputs rotate, and the printed time is the median over
+repetitions of the slowest rank's time. On CPUs (gloo) times are wall times, which only show that everything runs.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ TURNS = 3  # number of operands that rotate; at the sizes of interest all togeth
 
 @dataclass(frozen=True)
 class Line:
-    """One strategy of one operator; microseconds and shares, as above."""
+    """One strategy of one operator: times in microseconds and ratios, as in the module docstring."""
 
     operator: str
     shape: str
@@ -94,7 +92,8 @@ def line(
     operator: str, shape: Shape, recipe: str, strategy: str, time: float, parts: tuple[float, float, float],
     waves: int = 1,
 ) -> Line:  # fmt: skip
-    """Compute a line. `parts`: gemm, transfer, sequential; `waves`: waves of tiles in the GEMM."""
+    """Compute a line. `time` is in microseconds; `parts`: microseconds of gemm, transfer, sequential; `waves`: number of
+    output-tile waves of the GEMM."""
     gemm, transfer, sequential = parts
     return Line(
         operator, "x".join(map(str, shape)), recipe, strategy, time, *parts, time / sequential, max(gemm, transfer) / time,
@@ -103,7 +102,7 @@ def line(
 
 
 def waves_of(shape: Shape, recipe: str, processors: int) -> int:
-    """Waves of tiles in a GEMM of M, K (contraction), N on this number of SMs, for the kernel that runs it."""
+    """Return the number of output-tile waves of a GEMM with shape (M, K, N) and contraction K on `processors` SMs."""
     rows, along, columns = shape
     own = recipe == "fp8_block" and processors > 1 and gemm_sm90.is_large(rows, columns, along, processors)
     tall, wide = gemm_sm90.PAIR if own else TILE
@@ -111,13 +110,13 @@ def waves_of(shape: Shape, recipe: str, processors: int) -> int:
 
 
 def repetitions(shapes: int, recipes: int, strategies: int) -> int:
-    """Number of timed repetitions, warm-up included: gather and GEMM have 3 runs each and 1 of each strategy, the gather of
-    `serial` 1."""
+    """Return the number of repetitions, including warm-up. Each shape and recipe has 3 runs per operator, 1 run per operator
+    and strategy, and 1 run of the serial gather alone."""
     return shapes * recipes * (7 + 2 * strategies) * (collectives.REPETITIONS + collectives.WARM)
 
 
 def verdict(found: Line) -> str:
-    """Whether a line of an FP8 recipe reaches the target."""
+    """Return whether a line of an FP8 recipe keeps the limit of `less_a_tile`, as text; "" for other recipes."""
     if "fp8" not in found.recipe:
         return ""
     bar = BARS[found.operator]
@@ -125,7 +124,7 @@ def verdict(found: Line) -> str:
 
 
 class Operators:
-    """Operators of one shape and recipe: runs by name, on operands that rotate."""
+    """Both operators at one shape with one recipe, and their parts alone; the operands rotate."""
 
     def __init__(self, bench: Bench, recipe: str, shape: Shape) -> None:
         self.bench, self.group, (tokens, features, columns) = bench, bench.mesh.get_group(), shape
@@ -168,7 +167,7 @@ class Operators:
             self._gather(SERIAL).whole()
 
     def plain_gather(self) -> QuantizedTensor:
-        """Gather by NCCL the parts that are sharded by rows."""
+        """Gather the next operand by NCCL; parts that are equal on all ranks are not gathered."""
         shard = next(self.shards)
         parts = []
         for part, dim in zip(shard.parts, shard.format.moves[0], strict=True):
@@ -237,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument(
-        "--shapes", type=sizes, nargs="+", help="M x K x N, N of one rank [an MLP's of 8B and 70B models]"
+        "--shapes", type=sizes, nargs="+", help="M x K x N, with N of one rank [MLPs of 8B and 70B models]"
     )
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=recipe_names())
     parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))

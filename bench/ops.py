@@ -1,16 +1,16 @@
-"""An MLP and a transformer layer made of ops, compared with their unfused form, compiled plain torch, and peers.
+"""An MLP and a transformer layer of `dlp.ops`, compared with the same ops unfused, compiled torch, and Transformer Engine.
 
     python -m bench.ops [--shapes 4096x14336,8192x28672] [--recipes bf16,fp8_current,fp8_block] [--tokens 8192] [--only mlp]
     python -m bench.ops --host          host time of a small MLP compared with one linear
-    torchrun --nproc-per-node 2 -m bench.ops --tp                       the same over tp, with sequence parallelism
+    torchrun --nproc-per-node 2 -m bench.ops --tp                       over tp, with sequence parallelism
 
     fused     dlp.ops as users run it
     unfused   the same ops called one by one, each as a separate autograd function
     nn        nn.Linear, F.rms_norm and F.silu in bf16 under torch.compile
-    te        `te.ops.Sequential`, `LayerNormMLP`, `TransformerLayer` of Transformer Engine, where it is installed
+    te        `te.ops.Sequential`, `LayerNormMLP`, `TransformerLayer` of Transformer Engine, if it is installed
 
-Subjects take turns; shown are medians over rounds of forward, backward and dlp's step boundary, which casts its weights, and
-the ratio of each to `unfused`. Host times are of a pass between two step boundaries.
+Subjects take turns. The table shows the median milliseconds of forward, backward and, for dlp, the step boundary, which casts
+the weights; and the speed relative to `unfused`. Host times are those of forward + backward without a step boundary.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HOST_LIMIT = 1.3  # limit relative to one linear's host time
 
 
 class Apart(nn.Module):
-    """The ops of a sequence as separate calls."""
+    """The ops of a sequence, called one by one."""
 
     def __init__(self, sequence: ops.Sequential) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def layer(hidden: int, ffn: int, recipe: str, group: Any) -> nn.Module:
 
 
 def unfused(module: nn.Module) -> nn.Module:
-    """Replace every sequence in a module by separate ops."""
+    """Replace every sequence in a module by `Apart`."""
     if isinstance(module, ops.Sequential):
         return Apart(module)
     for name, child in module.named_children():
@@ -111,7 +111,8 @@ class PlainLayer(nn.Module):
 
 
 def te_subjects(kind: str, hidden: int, ffn: int, recipe: str) -> dict[str, tuple[nn.Module, Any]]:
-    """Map names to modules of Transformer Engine and their regions, if it is installed."""
+    """Return the modules of Transformer Engine by name, each with a function that returns the autocast context; {} if
+    Transformer Engine is not installed or has no such recipe."""
     if importlib.util.find_spec("transformer_engine") is None or recipe not in ("bf16", *TE_RECIPES):
         return {}
     te = importlib.import_module("transformer_engine.pytorch")
@@ -138,7 +139,15 @@ def te_subjects(kind: str, hidden: int, ffn: int, recipe: str) -> dict[str, tupl
 
 def step(module: nn.Module, x: Tensor, dy: Tensor, region: Callable[[], Any], more: Mapping[str, Any],
          boundary: Callable[[nn.Module], Any] | None = None) -> Run:  # fmt: skip
-    """Run forward, backward, and a step boundary."""
+    """Return a function that runs forward, backward and, if given, the step boundary.
+
+    Args:
+        module: module that is called with x.
+        x, dy: input, and gradient of the output.
+        region: returns the context in which the forward runs.
+        more: further keyword arguments of the module.
+        boundary: step boundary, called with the module; None: no step boundary.
+    """
 
     def run() -> None:
         with region():
@@ -176,10 +185,9 @@ def subjects(kind: str, hidden: int, ffn: int, recipe: str, tokens: int, group: 
 
 
 def milliseconds(runs: Mapping[str, Run], host: bool = False) -> dict[str, float]:
-    """Medians over rounds in which all subjects alternate, in reverse order in every second round, since the previous
-    subject affects clocks.
+    """Return the median milliseconds of each subject over rounds: device time, or host time if `host`.
 
-    Device time, or host time."""
+    Subjects take turns, in reverse order in every second round, since the previous subject affects the clocks."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         for _ in range(4):
@@ -201,7 +209,7 @@ def milliseconds(runs: Mapping[str, Run], host: bool = False) -> dict[str, float
 
 
 def tiny(recipe: str, device: str) -> dict[str, nn.Module]:
-    """A four-op MLP and one linear, with weights cast by a step boundary."""
+    """Build a small MLP of four ops and a small linear, whose weights a step boundary has cast."""
     size = TINY[-1]
     with torch.device(device):
         modules = {"MLP": mlp(size, size, recipe, None), "linear": dlp.Linear(size, size, recipe=recipe)}
@@ -215,7 +223,7 @@ def tiny(recipe: str, device: str) -> dict[str, nn.Module]:
 
 
 def host_times(recipe: str) -> dict[str, float]:
-    """Host times of forward and backward of these modules."""
+    """Return the host milliseconds of forward + backward of the modules of `tiny`."""
     x = torch.randn(TINY[:2], device="cuda", dtype=torch.bfloat16).requires_grad_()
     runs = {name: step(each, x, torch.randn_like(x), nullcontext, {}) for name, each in tiny(recipe, "cuda").items()}
     return milliseconds(runs, host=True)

@@ -1,12 +1,12 @@
-"""Subjects of `bench.tensor_parallel`: a column and a row linear, and a Llama layer, over tp with sequence parallelism, in
-plain torch, in dlp under a recipe and a strategy, and in Transformer Engine if it is installed.
+"""Subjects of `bench.tensor_parallel`: a column- and a row-parallel linear, and a Llama layer, over tp with sequence
+parallelism, in plain torch, in dlp with a recipe and an overlap strategy, and in Transformer Engine if it is installed.
 
     pair     4096x14336          K -> N -> K
     layer    4096x14336x32x8     hidden, ffn, heads, kv heads: RMSNorm, attention, RMSNorm, SwiGLU MLP; one sequence
 
-All begin and end with token shards [M/R, K] in bf16. A plain layer is the launcher's own block with the weights of one rank:
-its norms return gathered tokens, once for q, k, v and once for gate and up, and o and down scatter their results. Only dlp's
-model sums the gradients of norms, which cover a rank's tokens, over tp.
+All map token shards [M/R, K] to token shards, in bf16. The plain layer is the block of `launch.models` with the weights of one
+rank: its norms are followed by an all_gather, and o and down by a reduce_scatter. Only dlp's model sums over tp the gradients
+of norms, which each rank computes from the tokens of its shard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from launch.models.settings import Model
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a pair (heads = 0) or of a layer."""
+    """Shape of a pair (K, N) or of a layer (hidden, ffn, heads, kv heads); a pair has 0 heads."""
 
     features: int
     inner: int
@@ -46,7 +46,7 @@ class Shape:
         return "x".join(str(size) for size in (self.features, self.inner, self.heads, self.kv_heads) if size)
 
     def problems(self, tokens: int, recipe: str) -> list[Problem]:
-        """The linears of a shape, siblings as one problem."""
+        """Return the column- and row-parallel linears of a shape, siblings as one problem."""
         made, head = recipes.load(recipe), self.features // self.heads if self.heads else 0
         columns, rows = [(self.inner,) * (2 if self.heads else 1)], [self.inner]
         if self.heads:
@@ -56,7 +56,7 @@ class Shape:
         return found + [Problem(ROW_SP, tokens, size, (self.features,), made) for size in rows]
 
     def config(self, ranks: int = 1) -> Model:
-        """Config of the block, or of one rank's shard of the block."""
+        """Return the settings of a model with one block, or of the shard that one of `ranks` ranks has."""
         return Model(
             layers=1, hidden=self.features, ffn=self.inner // ranks, heads=self.heads // ranks,
             kv_heads=self.kv_heads // ranks, head_dim=self.features // self.heads, vocab=1,
@@ -72,7 +72,7 @@ def shape_of(text: str) -> Shape:
 
 
 class _Gathered(nn.Module):
-    """A norm whose result is gathered."""
+    """A norm followed by an all_gather over tokens."""
 
     def __init__(self, norm: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Gathered(nn.Module):
 
 
 class _Scattered(nn.Module):
-    """A linear whose result [..., H] is summed over ranks; each rank keeps its tokens [M/R, H]."""
+    """A linear with result [..., H], followed by a reduce_scatter over tokens to [M/R, H]."""
 
     def __init__(self, linear: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Scattered(nn.Module):
 
 
 class OneLayer(nn.Module):
-    """A block of the launcher on one sequence: token shards [S/R, H] -> the same shape."""
+    """A block of `launch.models` on one sequence: token shards [S/R, H] -> [S/R, H]."""
 
     def __init__(self, config: Model, tokens: int, device: torch.device) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class OneLayer(nn.Module):
 
 
 def filled(model: nn.Module, device: torch.device) -> nn.Module:
-    """Allocate the model and draw its weights."""
+    """Allocate a model of the meta device, and initialize its parameters: matrices randomly, vectors with ones."""
     model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -147,7 +147,7 @@ def our_pair(shape: Shape, recipe: str, strategy: str, tokens: int, tp: DeviceMe
     made = []
     for layer, (features, outs), problem in zip(layers, sizes, shape.problems(tokens, recipe), strict=True):
         chosen: Any = strategy
-        if strategy == AUTO and times is None:  # the peer runs with its default settings
+        if strategy == AUTO and times is None:  # chosen by the shipped tables
             chosen = auto.at_construction(AUTO, problem, tp.get_group(), tp.device_type)
         elif strategy == AUTO:
             chosen = auto.choose(AUTO, problem, times, auto.NO_TABLE)[0]
@@ -162,8 +162,16 @@ def attached(model: nn.Module) -> nn.Module:
 
 
 def subject(name: str, strategy: str, shape: Shape, tokens: int, mesh: DeviceMesh, times: Times | None) -> nn.Module:
-    """Construct a model: PLAIN, a peer of `bench.transformer_engine`, or a recipe of dlp under a strategy ("auto" uses
-    `times`)."""
+    """Construct the model of a subject.
+
+    Args:
+        name: PLAIN, a peer of `bench.transformer_engine`, or a recipe of dlp.
+        strategy: overlap strategy of dlp's linears; ignored for other subjects.
+        shape: shape of a pair or of a layer.
+        tokens: tokens of all ranks.
+        mesh: mesh with axis tp.
+        times: measured times by which "auto" chooses a strategy; None: the shipped tables.
+    """
     group, device = mesh[TP].get_group(), tune.device_of(mesh)
     if name == PLAIN:
         if shape.heads:

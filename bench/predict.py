@@ -1,12 +1,12 @@
-"""Predicted and measured seconds per step, side by side.
+"""Predicted and recorded times per step, compared; no run is started.
 
     python -m bench.predict                    the recorded runs of bench/results/predict.json
-    python -m bench.predict --runs FILE.json   other runs: a list of {board, world, arguments, milliseconds, source, fitted}
+    python -m bench.predict --runs FILE.json   other recorded runs
 
-`one_dgrad` false: the run was of a tree that summed the dgrads of siblings in memory, and so does the prediction. `fitted` says
-whether constants of the board's table were fitted to the run. Only the errors of other runs show how far the
-model is off. No run is started: the measured times are recorded. `launch.train` prints the measured and the
-predicted step after 20 steps; its line makes a new row.
+The file is a list of runs: {board, world, arguments, milliseconds, source, fitted, one_dgrad}. `fitted` says whether constants
+of the GPU's table were fitted to the run; only the errors of the other runs show the accuracy of the prediction. `one_dgrad`
+(default true) is false for runs that added the dgrads of siblings in memory; their prediction does the same. For a new row,
+take the measured time per step that `launch.train` prints after 20 steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ RUNS = Path(__file__).parent / "results" / "predict.json"
 
 @dataclass(frozen=True)
 class Compared:
-    """One run: predicted and measured milliseconds per step."""
+    """Predicted and measured milliseconds per step of one run.
+
+    name      number of ranks, GPU and arguments of the run
+    source    origin of the measured time
+    fitted    whether constants of the prediction were fitted to the run
+    """
 
     name: str
     predicted: float
@@ -41,7 +46,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Signed share of the measured time."""
+        """Difference relative to the measured time; positive if the prediction is too long."""
         return self.predicted / self.measured - 1
 
 
@@ -58,7 +63,9 @@ def compare(run: dict[str, Any]) -> Compared:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="bench.predict", description="Predicted beside measured seconds per step.")
+    parser = argparse.ArgumentParser(
+        prog="bench.predict", description="Compares predicted with measured times per step."
+    )
     parser.add_argument("--runs", type=Path, default=RUNS, help="a file of recorded runs [%(default)s]")
     options = parser.parse_args(arguments)
     found = [compare(run) for run in json.loads(options.runs.read_text())]
@@ -67,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
     ]  # fmt: skip
     print("\n".join(table(("predicted ms", "measured ms", "error", "run", "source"), lines)))
     print()
-    for fitted, kind in ((True, "to which constants were fitted"), (False, "that the model has not seen")):
+    for fitted, kind in ((True, "to which constants were fitted"), (False, "to which no constants were fitted")):
         errors = [abs(each.error) for each in found if each.fitted == fitted]
         if errors:
             print(f"{len(errors)} runs {kind}: largest error {max(errors):.1%}, mean {statistics.mean(errors):.1%}")

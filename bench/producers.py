@@ -2,10 +2,10 @@
 
     python -m bench.producers [--sizes 256] [--only "rms_norm > fp8_current"] [--json FILE]
 
-A row `A > recipe` goes from the producer's input to both operands of that recipe, amaxes included: `apart`
-runs a kernel for A and then the casts; `fused` runs casts that compute A. Both gradients of swiglu are cast by one kernel.
-Useful bytes are the same for both: inputs are read once, codes and scales are written once. The method is that of
-bench.quantize.
+A row `A > recipe` times the computation of both operands of that recipe from the input of producer A, including amaxes: `apart`
+runs a kernel for A and then the casts; `fused` runs casts that compute A. For swiglu's gradients, `fused` casts both gradients
+in one kernel. Useful bytes are the same for `apart` and `fused`: inputs are read once, codes and scales are written once. The
+method is that of bench.quantize.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dlp.quant.quantizer import Origin, ScaleSlot, offers, one_read
 from dlp.quant.recipe import Operand, load
 
 RECIPES = ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
-APART_ONLY = ("nvfp4", "x")  # no kernel has a producer of activations there
+APART_ONLY = ("nvfp4", "x")  # the casts of nvfp4 for activations cannot compute a producer
 EPS = 1e-5
 
 
@@ -34,7 +34,7 @@ def _vector(x: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    """gate and up, as many bytes as x."""
+    """Split the rows of x into gate and up, which together have the bytes of x."""
     gate, up = x.chunk(2)
     return gate, up
 
@@ -107,7 +107,7 @@ def _produced(which: str, x: Tensor) -> Callable[[], ops.LazyMatrix]:
 
 
 def _pipeline(which: str, quantizers: Operand, fused: bool, x: Tensor) -> Launch:
-    """From x to both operands, and the column sums if requested."""
+    """Return a launch that computes both operands of `which(x)`, and column sums if `which` has them."""
     make, both = _produced(which, x), one_read(quantizers.rowwise, quantizers.columnwise)
     assert both is not None
     slot = ScaleSlot(torch.ones((), device=x.device), torch.zeros((), device=x.device))
@@ -124,7 +124,7 @@ def _pipeline(which: str, quantizers: Operand, fused: bool, x: Tensor) -> Launch
 
 
 def _gate_grads(quantizer: Any, fused: bool, x: Tensor) -> Launch:
-    """From dh, gate and up to both operands of both gradients of the gate."""
+    """Return a launch that computes both operands of the gradients of gate and up, from dh, gate and up."""
     gate, up = _halves(x)
     dh = torch.randn_like(gate)
     slots = [ScaleSlot(torch.ones((), device=x.device), torch.zeros((), device=x.device)) for _ in range(2)]

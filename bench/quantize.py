@@ -2,11 +2,13 @@
 
     python -m bench.quantize [--sizes 256 64 4] [--only block] [--json FILE] [--plot FILE.png]
 
-Useful bytes are those a quantizer cannot avoid: the input read once, codes and scales written once. The copy moves the same
-total, half read and half written, each rounded up to complete pages: an H200 copies other sizes a third slower, which would be
-an unfair baseline. The share is one bandwidth over the other. Both are captured as CUDA graphs of many launches over rotating
-buffers, more than four times the L2 cache in all, so that every launch finds its input cold; their replays alternate, and
-medians are printed. Sizes are MB of input. `host` is the host time of one call while the device is idle.
+Useful bytes are the bytes that a quantizer must move: the input is read once, codes and scales are written once. The copy moves
+the same number of bytes, half read and half written, each rounded up to a multiple of COPY_UNIT, since an H200 copies other
+sizes more slowly, which would be an unfair baseline. `share` is the bandwidth of the quantizer relative to the copy's.
+
+Quantizer and copy are captured as CUDA graphs of many launches. Their buffers rotate over more than four times the L2 cache, so
+that no launch finds its input in the cache. Replays of both graphs alternate, and medians are printed. Sizes are MB of input.
+`host` is the host time of one call while the device is idle.
 """
 
 from __future__ import annotations
@@ -38,10 +40,10 @@ Run = Callable[[], Any]
 E4M3 = torch.float8_e4m3fn
 COLS = 8192
 HISTORY = 1024  # length of the amax history of delayed scaling
-COPY_UNIT = 1 << 16  # bytes; on an H200 multiples of 512 were slow to copy, of 4096 fast
+COPY_UNIT = 1 << 16  # bytes; an H200 copies multiples of 4096 bytes faster than other sizes
 REPLAYS = 15
 DTYPES = ["bfloat16", "float32"]
-# Shares of the copy that must be reached with 256 MB and more, of either dtype.
+# Minimum bandwidth relative to the copy's, for inputs of at least 256 MB.
 TARGETS = {
     "amax": 0.90, "cast": 0.88, "cast + transpose": 0.88, "1x128 both": 0.88, "128x128 both": 0.88, "mxfp8 both": 0.88,
     "1x128 both, GEMM layout": 0.88, "mxfp8 both, blocks first": 0.88,
@@ -63,7 +65,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Line:
-    """One printed line. tb_s: useful bytes over time; copy_tb_s: the copy's bytes over its time; copy_share: the ratio."""
+    """One printed line.
+
+    name, dtype     name of the kernel, and dtype of the input
+    megabytes       MB of the input
+    microseconds    device time of a launch
+    tb_s            TB/s of useful bytes
+    copy_share      bandwidth relative to the copy's
+    copy_tb_s       TB/s of the copy
+    target          minimum of `copy_share`; None without a target
+    host_us         host microseconds of a call on a small input
+    """
 
     name: str
     dtype: str
@@ -86,7 +98,7 @@ def amax(x: Tensor) -> Launch:
 
 
 def amax_batch(x: Tensor) -> Launch:
-    """The same bytes as 32 matrices of different sizes."""
+    """Compute the amaxes of 32 matrices of different sizes, which together have the bytes of x, in one launch."""
     rows = x.shape[0]
     cuts = sorted({rows * (i * i + i) // (32 * 33) for i in range(33)})
     xs = [x[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
@@ -125,7 +137,7 @@ def cast_transpose_delayed(x: Tensor) -> Launch:
 
 
 def cast_transpose_batch(x: Tensor) -> Launch:
-    """The same bytes as weights of equal size, 1024 rows each."""
+    """Cast the rows of x as weights with 1024 rows each, in one launch."""
     weights = x.split(1024)
     outs = [_tensor_outputs(weight, True) for weight in weights]
     jobs = [TensorJob(weight, amax=_scalar(5.0), **out) for weight, out in zip(weights, outs, strict=True)]
@@ -232,7 +244,7 @@ def transpose_nibbles(x: Tensor) -> Launch:
 
 
 def swizzle(x: Tensor) -> Launch:
-    """Swizzle the MXFP8 scales of x, from the layout of the cast."""
+    """Convert the MXFP8 scales of x from the layout of the cast to the swizzled layout of the GEMM."""
     rows, blocks = x.shape[0], -(-x.shape[1] // 32)
     scale = _bytes(blocks, rows).t()
     out = torch.empty(cuda_codes.swizzled_bytes(rows, blocks), dtype=torch.uint8, device="cuda")
@@ -240,8 +252,7 @@ def swizzle(x: Tensor) -> Launch:
 
 
 def delayed_update(x: Tensor) -> Launch:
-    """Update as many delayed scales as x has rows, which is more than a model has tensors. The update reads their
-    histories."""
+    """Update as many delayed scales as x has rows (more than a model has) from their amax histories."""
     slots = len(x)
     history, scale, target, staging = (torch.ones(*lines, slots, device="cuda") for lines in ((HISTORY,), (), (), ()))
     job = DelayedJob(history, scale, staging, target, staging, False)
@@ -306,7 +317,7 @@ KERNELS: dict[str, Make] = {
 
 
 def copy_of(nbytes: int) -> Launch:
-    """A device copy that reads and writes `nbytes` in total, each half rounded up to a multiple of COPY_UNIT."""
+    """Return a device copy that reads nbytes / 2 and writes nbytes / 2, both rounded up to a multiple of COPY_UNIT."""
     half = -(-nbytes // (2 * COPY_UNIT)) * COPY_UNIT
     source, target = (torch.full((half,), i, dtype=torch.uint8, device="cuda") for i in (1, 2))
 
@@ -317,8 +328,8 @@ def copy_of(nbytes: int) -> Launch:
 
 
 def graph_of(launches: Sequence[Launch]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Capture the launches repeatedly, about thirty in total, as one graph. Returns the graph and the number of
-    launches."""
+    """Capture the launches in one graph, repeated until there are at least thirty. Returns the graph and the number of launches
+    in it."""
     rounds = -(-30 // len(launches))
     for launch in launches:
         launch.run()
@@ -332,7 +343,7 @@ def graph_of(launches: Sequence[Launch]) -> tuple[torch.cuda.CUDAGraph, int]:
 
 
 def replay(graph: torch.cuda.CUDAGraph, launches: int) -> float:
-    """Microseconds per launch."""
+    """Replay a graph, and return the microseconds per launch. `launches`: number of launches in the graph."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
@@ -342,7 +353,7 @@ def replay(graph: torch.cuda.CUDAGraph, launches: int) -> float:
 
 
 def rotation(make: Callable[[], Launch]) -> list[Launch]:
-    """Launches over different tensors, together more than four times the L2 cache."""
+    """Return launches on different tensors, which together are larger than four times the L2 cache."""
     first = make()
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     return [first, *(make() for _ in range(4 * cache // first.nbytes + 1))]
@@ -362,7 +373,7 @@ def measure(name: str, make: Make, dtype: torch.dtype, megabytes: float) -> Line
 
 
 def host_us(run: Run, count: int = 100, rounds: int = 5) -> float:
-    """Microseconds that the host needs to queue a run; the median over rounds of `count`."""
+    """Return the microseconds that the host needs to queue a run: the median over rounds of the mean of `count` runs."""
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -375,7 +386,7 @@ def host_us(run: Run, count: int = 100, rounds: int = 5) -> float:
 
 
 def plot(lines: Sequence[Line], file: Path) -> None:
-    """Plot the bandwidth relative to the copy, a bar for each kernel, in panels by size and input type."""
+    """Plot the bandwidth relative to the copy's, with a bar for each kernel and a panel for each size and dtype of inputs."""
     from matplotlib.figure import Figure
 
     panels = sorted({(line.megabytes, line.dtype) for line in lines}, reverse=True)
@@ -400,7 +411,7 @@ def show(line: Line) -> None:
 def main(
     arguments: Sequence[str] | None = None, kernels: Mapping[str, Make] = KERNELS, dtypes: Sequence[str] = DTYPES
 ) -> int:
-    parser = argparse.ArgumentParser(description="Useful bandwidth, beside a copy that moves as many bytes.")
+    parser = argparse.ArgumentParser(description="Compares useful bandwidth with a copy that moves as many bytes.")
     parser.add_argument("--sizes", type=float, nargs="+", default=[256, 64, 4], help="MB of input")
     parser.add_argument("--dtypes", nargs="+", default=dtypes, choices=dtypes)
     parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name contains one of these")

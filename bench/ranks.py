@@ -1,7 +1,4 @@
-"""Processes of this machine that become the ranks of a benchmark.
-
-start(work, ranks, *arguments)      `work(rank, ranks, *arguments)` on each rank, in a process group by a file store
-"""
+"""Start of the ranks of a benchmark as processes on this machine."""
 
 from __future__ import annotations
 
@@ -21,10 +18,13 @@ from dlp.comm.mesh import BACKENDS
 def start(
     work: Callable[..., None], ranks: int, *arguments: Any, device_type: str = "cpu", timeout: timedelta | None = None
 ) -> None:
-    """Run `work(rank, ranks, *arguments)` on forked processes, one rank each; return when all have ended.
+    """Run `work(rank, ranks, *arguments)` on each rank of a new process group, and return when all ranks have ended.
+
+    Each rank is a forked process on this machine, with one GPU if `device_type` is "cuda".
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank raised, or ended otherwise.
+        torch.multiprocessing.ProcessRaisedException: a rank raised an exception.
+        torch.multiprocessing.ProcessExitedException: the process of a rank ended with an exit code or by a signal.
     """
     with tempfile.TemporaryDirectory(prefix="dlp-ranks-") as folder:
         given = ranks, folder, device_type, timeout, work, arguments

@@ -2,8 +2,8 @@
 
     python -m bench.saved_bytes [CONFIG] [--section.key value ...]        tiny by default; one sequence, without tp
 
-The program counts the tensors that autograd saves, by saved-tensor hooks, each storage once, without parameters and their cast
-operands from the step boundary. Nothing is allocated or computed: tensors are fake, so a block of any size is counted at once.
+Saved-tensor hooks count the tensors that autograd saves, each storage once, without parameters and without the operands that
+the step boundary casts from parameters. Tensors are fake: nothing is allocated or computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYERS = ("q, k, v", "o", "gate, up", "down")
 
 
 def linears(model: Model, recipe: Any, dtype: torch.dtype) -> dict[str, Linear]:
-    """The linears of a block. Linears that read the same x count as one linear."""
+    """Build the linears of a block; siblings (q, k, v; gate, up) are one linear with several outputs."""
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     sizes: Sequence[tuple[int, Any]] = [
         (model.hidden, (q, kv, kv)), (q, model.hidden), (model.hidden, (model.ffn, model.ffn)), (model.ffn, model.hidden)
@@ -40,7 +40,7 @@ def linears(model: Model, recipe: Any, dtype: torch.dtype) -> dict[str, Linear]:
 
 @contextmanager
 def saved(parameters: Sequence[Tensor]) -> Iterator[dict[Any, int]]:
-    """Bytes of each storage that autograd saves inside, without `parameters`."""
+    """Yield a dict that collects the bytes of each storage that autograd saves inside of the context, without `parameters`."""
     found: dict[Any, int] = {}
     known = {parameter.untyped_storage()._cdata for parameter in parameters}
 
@@ -57,12 +57,12 @@ def saved(parameters: Sequence[Tensor]) -> Iterator[dict[Any, int]]:
 def of_layer(layer: nn.Module, x: Tensor) -> int:
     """Return the bytes that the forward of a layer saves for backward."""
     with saved(list(layer.parameters())) as found:
-        kept = layer(x)  # noqa: F841  (memory that is let go may be counted twice)
+        kept = layer(x)  # noqa: F841  (y keeps the saved tensors alive while they are counted)
         return sum(found.values())
 
 
 def of_block(model: Model, recipe: Any, tokens: int, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes by linear, for `tokens` tokens of activations of `dtype`."""
+    """Return the saved bytes of each linear of a block, for `tokens` tokens of activations of `dtype`."""
     with FakeTensorMode():
         return {
             name: of_layer(layer, torch.empty(tokens, layer.in_features, dtype=dtype, requires_grad=True))
@@ -71,7 +71,7 @@ def of_block(model: Model, recipe: Any, tokens: int, dtype: torch.dtype) -> dict
 
 
 def table(config: Config) -> str:
-    """Format as a Markdown table."""
+    """Format the saved bytes of a block with each recipe as a Markdown table."""
     tokens, dtype = config.train.sequence, DTYPES[config.train.dtype]
     found = {name: of_block(config.family, name, tokens, dtype) for name in recipes.names()}
     whole = sum(found["bf16"].values())
@@ -83,7 +83,9 @@ def table(config: Config) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = make_parser("bench.saved_bytes", "Prints what the linears of a block keep for backward, by recipe.")
+    parser = make_parser(
+        "bench.saved_bytes", "Prints the bytes that the linears of a block save for backward, by recipe."
+    )
     print(table(command_line(parser, arguments)[1]))
 
 

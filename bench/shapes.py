@@ -1,13 +1,12 @@
-"""Every GEMM of a config, as one rank runs it: sizes, types and kernel, and the linears as `make bench-linear` takes them.
+"""GEMMs that one rank runs for a config (sizes, dtypes, kernel), and its linears in the form of `make bench-linear`.
 
     python -m bench.shapes CONFIG [--world 8] [--section.key value ...]
-    python -m bench.shapes CONFIG --json        for `python -m dlp.kernels.tune`
-    python -m bench.shapes CONFIG --layers      linears before tp cuts them, for `python -m dlp.parallel.tune`
+    python -m bench.shapes CONFIG --json        GEMMs as JSON, for `python -m dlp.kernels.tune`
+    python -m bench.shapes CONFIG --layers      unsharded linears as JSON, for `python -m dlp.parallel.tune`
     python -m bench.shapes --model package.module:factory [--input 4x2048]      linears of any model
 
-A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. The shapes come from the plan, without ranks. A
-model of --model runs once on the meta device, on int64 tokens of the shape `--input`, or on the inputs that the factory
-returns.
+A GEMM is D [rows, cols] = A [rows, contraction] @ B [cols, contraction].T. The shapes come from the plan; no ranks are started.
+The model of --model runs once on the meta device, on int64 tokens of shape --input, or on the inputs that the factory returns.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ Problem = dict[str, Any]
 
 
 def linear_sizes(layer: LayerPlan, tp: int, tokens: int) -> tuple[int, int, int]:
-    """M, K, N of the GEMMs of one rank. `tokens`: tokens of a microbatch."""
+    """Return M, K, N of the GEMMs of one rank. `tokens`: tokens of a microbatch."""
     n, k = shard_sizes(layer.row, *layer.shape, tp, layer.name)
     alone = layer.row.cut_x == layer.row.cut_dy == 0  # nothing is gathered: each rank has different tokens
     return tokens // tp if alone else tokens, k, n
 
 
 def decoded_to(kernel: str, formats: Sequence[Format], source: torch.dtype) -> torch.dtype | None:
-    """Dtype to which a kernel decodes both operands before the GEMM; None if the kernel reads the codes."""
+    """Return the dtype to which a kernel decodes both operands before the GEMM; None if the GEMM reads the codes."""
     if not kernel.startswith(DECODES):
         return None
     return decoded_dtype(*((fmt, fmt.parts[0].dtype or source) for fmt in formats))
@@ -59,10 +58,12 @@ def decoded_to(kernel: str, formats: Sequence[Format], source: torch.dtype) -> t
 def problems(
     layer: LayerPlan, sizes: tuple[int, int, int], dtype: torch.dtype, w_dtype: torch.dtype
 ) -> Iterator[Problem]:
-    """The GEMMs of one layer: sizes, and for each operand the dtype, the block of scales and whether rows are
-    adjacent."""
+    """Yield the GEMMs of one layer, with the keys that `dlp.kernels.tune` reads.
+
+    For operand a (and b): `a_dtype`; `a_block`, the block that shares a scale; `a_flipped`, whether the operand is read as the
+    transpose of a stored matrix."""
     of = dict(zip("MKN", sizes, strict=True))
-    summed = len(layer.siblings) > 1 and not layer.one_dgrad  # dgrads of siblings add up in fp32
+    summed = len(layer.siblings) > 1 and not layer.one_dgrad  # the dgrad GEMMs of siblings add into one fp32 tensor
     for which, kernel in zip(GEMMS, layer.kernels, strict=True):
         options = getattr(layer.recipe, which)
         rows, cols, contraction = (of[letter] for letter in SIZES[which])
@@ -87,7 +88,7 @@ def problems(
 
 
 def of_config(config: Config, world: int, device_type: str) -> tuple[Counter[str], Counter[str]]:
-    """GEMMs, as JSON texts, and linears, as "MxKxN", of one rank, each with its number of layers."""
+    """Return the GEMMs (JSON texts) and the linears ("MxKxN") of one rank, both with the number of layers that have them."""
     batch = validate_world(config, world)
     plan, dtype = plan_for(config, world, device_type), DTYPES[config.train.dtype]
     w_dtype = dtype if batch.dp_size > 1 else torch.float32  # FSDP gathers weights in the dtype of activations
@@ -100,8 +101,8 @@ def of_config(config: Config, world: int, device_type: str) -> tuple[Counter[str
 
 
 def whole_layers(config: Config, world: int, device_type: str) -> dict[str, Any]:
-    """Number of tp ranks, transport and dtype; and each layer (siblings as one layer) by style, sizes, recipe, and
-    tokens of a microbatch."""
+    """Return the input of `dlp.parallel.tune`: number of tp ranks, transport, dtype, and for each layer (siblings are one
+    layer) the style, the unsharded sizes, the recipe and the tokens of a microbatch."""
     batch, plan = validate_world(config, world), plan_for(config, world, device_type)
     rows, layers = {row.name: row for row in plan.layers}, []
     for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers):
@@ -117,8 +118,7 @@ def whole_layers(config: Config, world: int, device_type: str) -> dict[str, Any]
 
 
 def thaw(value: Any) -> Any:
-    """Convert an option of a recipe back from `dlp.quant.options.freeze`: a tuple of pairs that begin with strings was
-    a table."""
+    """Invert `dlp.quant.options.freeze` for an option of a recipe: a tuple of (string, value) pairs becomes a dict."""
     pairs = isinstance(value, tuple) and value and all(
         isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) for each in value
     )  # fmt: skip
@@ -126,7 +126,7 @@ def thaw(value: Any) -> Any:
 
 
 class Linears(TorchFunctionMode):
-    """Count linears that run inside by sizes "MxKxN" of y [M, N] = x [M, K] w [N, K]^T, for any way of calling them."""
+    """Context that counts calls of F.linear, y [M, N] = x [M, K] w [N, K]^T, by sizes "MxKxN", in `found`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,10 +140,15 @@ class Linears(TorchFunctionMode):
 
 
 def of_model(factory: str, tokens: Sequence[int]) -> Counter[str]:
-    """Count the linears of the model that `factory`, "package.module:function", builds on the meta device. The factory
-    returns a module, which is called with int64 tokens of this shape, or (module, inputs).
+    """Count the linears of a model by sizes, in one forward on the meta device.
 
-    Raises ValueError if there is no such model, or if it does not run on the meta device."""
+    Args:
+        factory: "package.module:function"; the function returns a module, or (module, inputs).
+        tokens: shape of the int64 tokens with which the module is called if the function returns no inputs.
+
+    Raises:
+        ValueError: there is no such function, or the model does not run on the meta device.
+    """
     package, _, name = factory.partition(":")
     try:
         make = getattr(importlib.import_module(package), name)
@@ -167,8 +172,8 @@ def of_model(factory: str, tokens: Sequence[int]) -> Counter[str]:
 
 def print_model(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench.shapes", description="Prints the linears of any model.")
-    parser.add_argument("--model", required=True, help="package.module:function, which makes it")
-    parser.add_argument("--input", default="1x2048", help="sizes of the tokens that it is called with [1x2048]")
+    parser.add_argument("--model", required=True, help="package.module:function, which returns the model")
+    parser.add_argument("--input", default="1x2048", help="shape of the tokens that the model reads [1x2048]")
     options = parser.parse_args(arguments)
     if not all(size.isdecimal() and int(size) for size in options.input.split("x")):
         raise ValueError(f"--input {options.input}: expected sizes as in 4x2048")
@@ -188,11 +193,11 @@ def main(arguments: Sequence[str]) -> None:
         print_model(arguments)
         return
     parser = make_parser(
-        "bench.shapes", "Prints the GEMMs of a config; with --model package.module:function those of any model."
+        "bench.shapes", "Prints the GEMMs of a config; with --model package.module:function, the linears of any model."
     )
     parser.add_argument("--world", type=count, default=8, help="the number of ranks [8]")
-    parser.add_argument("--json", action="store_true", help="as a list of problems")
-    parser.add_argument("--layers", action="store_true", help="linears before tp cuts them, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the GEMMs as JSON")
+    parser.add_argument("--layers", action="store_true", help="print the unsharded linears as JSON")
     options, config = command_line(parser, arguments)
     device = device_kind("cuda") if torch.cuda.is_available() else "sm_90"
     if options.layers:

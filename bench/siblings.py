@@ -1,17 +1,23 @@
-"""GEMMs of siblings (q, k and v; gate and up) one by one, and as one GEMM over concatenated operands, on one GPU.
+"""GEMMs of siblings (q, k and v; gate and up), one GEMM for each sibling and one GEMM for all siblings, on one GPU.
 
     python -m bench.siblings [--shapes 8192x4096x2048+512+512 8192x4096x7168+7168] [--recipes bf16 fp8_delayed] [--json FILE]
 
 A shape is tokens x in_features x out_features of each sibling, on one rank.
 
-    fprop   x [M, K] by w_i [N_i, K]           one by one: N_i columns each; one: all columns, of which siblings are views
-    dgrad   dy_i [M, N_i] by w_i [K, N_i]      one by one: added up in fp32, then rounded to bf16; one: contracts over all N_i
-    wgrad   dy_i [N_i, M] by x [K, M]          one by one: N_i rows each; one: all rows
+            operands                         one GEMM per sibling                      one GEMM
+    fprop   x [M, K], w_i [N_i, K]           y_i with N_i columns                      y with all columns
+    dgrad   dy_i [M, N_i], w_i [K, N_i]      added in fp32, then rounded to bf16       contraction over all N_i
+    wgrad   dy_i [N_i, M], x [K, M]          dw_i with N_i rows                        dw with all rows
 
-`shared` casts siblings as one matrix, so that a scale per tensor, or per line of a contraction over N, is shared by siblings.
-`vectors` keeps a scale for each sibling, for per-tensor recipes: cuBLASLt gets the product of both scales for each line of the
-siblings, and ones for the other operand. `sum` is the kernel that dgrads of siblings run, which keeps all scales and copies
-nothing. Microseconds are medians of bursts behind a busy device; equal: the share of elements with the bits of one by one.
+One GEMM is run in up to three ways:
+
+    shared     siblings are concatenated before the cast, and share scales
+    vectors    for recipes with one scale per tensor: codes are concatenated after the cast, and cuBLASLt reads a vector of
+               scales, so that each sibling keeps its scale; not for dgrad
+    sum        for dgrad: the kernel of dlp that adds the dgrads of siblings, without concatenation, with all scales
+
+Columns: microseconds of one GEMM per sibling (`separate`) and of one GEMM (`one`), medians of bursts on a busy device; `equal`,
+the fraction of elements that are bitwise equal in both.
 """
 
 from __future__ import annotations
@@ -44,7 +50,14 @@ Results = list[Tensor]
 
 @dataclass(frozen=True)
 class Line:
-    """One GEMM of siblings, computed in one way; microseconds of this way, and of one GEMM per sibling."""
+    """Result of one GEMM of siblings.
+
+    gemm        fprop, dgrad or wgrad
+    way         "shared", "vectors" or "sum"
+    separate    microseconds of one GEMM per sibling
+    one         microseconds of one GEMM in this way
+    equal       fraction of elements that are bitwise equal in both results
+    """
 
     shape: str
     recipe: str
@@ -56,10 +69,10 @@ class Line:
 
 
 class Siblings:
-    """Operands of one GEMM of all siblings, in high precision.
+    """Operands of the GEMMs of siblings in bf16, and functions that run the GEMMs.
 
-    values   for each sibling w (fprop) or dy (dgrad, wgrad)
-    shared   x (fprop, wgrad), which all siblings read; for dgrad w of each sibling
+    values    w (fprop) or dy (dgrad, wgrad) of each sibling
+    shared    [x] for fprop and wgrad, where siblings read the same x; w of each sibling for dgrad
     """
 
     def __init__(self, recipe: Recipe, which: str, tokens: int, features: int, outs: Sequence[int]) -> None:
@@ -95,7 +108,7 @@ class Siblings:
         return added
 
     def as_one(self) -> Callable[[], Results]:
-        """Operands cast as one matrix."""
+        """Cast the concatenated operands of siblings, and return a function that runs one GEMM on them (way "shared")."""
         recipe, which, options = self.recipe, self.which, getattr(self.recipe, self.which)
         if which == "fprop":
             a, b = cast(recipe, which, 0, self.shared[0]), cast(recipe, which, 1, torch.cat(self.values))
@@ -107,8 +120,8 @@ class Siblings:
         return lambda: self.split(gemm(a))
 
     def by_vectors(self) -> Callable[[], Results] | None:
-        """One scale for each line: the scale of the sibling's tensor. None for dgrad, which contracts over siblings,
-        and for other scales."""
+        """Cast each sibling, concatenate the codes, and return a function that runs one GEMM with a vector of scales (way
+        "vectors"). None for dgrad, which contracts over siblings, and for recipes without a scale per tensor."""
         recipe, which = self.recipe, self.which
         if which == "dgrad" or {each.format.gemm_kind for each in recipe.operands(which)} != {"fp8_tensor"}:
             return None
@@ -124,7 +137,8 @@ class Siblings:
         return lambda: self.split(gemms.product_fp8(left[0], right[0], torch.bfloat16, given, options=options))
 
     def by_sum(self) -> Callable[[], Results] | None:
-        """The GEMM of the dgrads of siblings; None without a kernel, and for other GEMMs."""
+        """Return a function that runs the kernel that adds the dgrads of siblings (way "sum"). None for fprop and wgrad, and if
+        there is no such kernel for the recipe."""
         if self.which != "dgrad":
             return None
         rows, columns = (

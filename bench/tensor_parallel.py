@@ -1,5 +1,5 @@
-"""A column- and a row-parallel linear, and a Llama layer, over the ranks of a host, forward and backward, compared with plain
-torch in bf16.
+"""A column- and a row-parallel linear, and a Llama layer, over the tp ranks of a host, forward and backward, compared with
+plain torch in bf16.
 
     torchrun --nproc-per-node 2 -m bench.tensor_parallel [--recipes fp8_delayed fp8_current] [--overlap serial chunked auto]
                                          [--shapes 4096x14336 4096x14336x32x8] [--tokens 8192] [--table FILE] [--json FILE]
@@ -7,22 +7,21 @@ torch in bf16.
     x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
 
 `bench.parallel_subjects` defines shapes and subjects: plain torch (all_gather, F.linear, reduce_scatter), dlp, and
-Transformer Engine if it is installed. dlp sends through mapped memory (--transport nccl: by NCCL), and an iteration of dlp
-ends with the step boundary, which casts the weights. `auto` chooses by the table --table, or by the shipped tables.
-Milliseconds by subject:
+Transformer Engine if it is installed. dlp uses transport mapped (--transport nccl: NCCL), and an iteration of dlp ends with the
+step boundary, which casts the weights. `auto` chooses a strategy by --table, or by the shipped tables. Milliseconds by subject:
 
-    alone     an iteration for which the host first waits for the device, as in a step in which the host cannot run ahead
+    alone     an iteration that starts when the device is idle, as in a step in which the host cannot run ahead
     queued    an iteration in a queue of iterations
-    host      the host's time for queueing an iteration
+    host      time in which the host queues an iteration
 
 Each time is measured with calls, and with a CUDA graph of the iteration including the step boundary. Layers of dlp and of
-plain torch are compiled block by block, as in the launcher (--eager: they are not). Graphs of Transformer Engine are made by
+plain torch are compiled block by block, as by `launch.train`, except with --eager. Graphs of Transformer Engine are made by
 `te.make_graphed_callables`, and "userbuffers" subjects overlap transfers with GEMMs. --profile lists the kernels of a
-subject on rank 0, of the graph if there is a graph.
+subject on rank 0, in the CUDA graph if there is one.
 
 Shares are relative to the time of plain torch, and to the time of `serial` with the same recipe, which `auto` must not exceed
-by more than noise. Times are medians over iterations of the slowest rank. Subjects take turns by blocks of iterations. On
-CPUs the program only shows that everything runs.
+by more than NOISE. Times are medians over iterations on the slowest rank. Subjects take turns, with a block of iterations in
+each turn. On CPUs the program only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -58,22 +57,27 @@ from launch.training.build import compile_blocks
 WARM, COUNT, ROUNDS, PROFILED = 6, 10, 3, 5
 Medians = dict[tuple[str, str], list[float]]
 SHAPES = ("4096x14336", "8192x28672", "4096x14336x32x8", "8192x28672x64x8")
-TARGETS = {  # limits relative to plain torch's time for `auto` on two H200 with 8192 tokens, alone and queued
+TARGETS = {  # limits for `auto` relative to plain torch, alone and queued, on two H200 with 8192 tokens
     "4096x14336": {"fp8_delayed": 0.66, "fp8_current": 0.70, "fp8_block": 0.78},
     "8192x28672": {"fp8_delayed": 0.575},
     "4096x14336x32x8": {"fp8_delayed": 0.66},
     "8192x28672x64x8": {"fp8_delayed": 0.63},
 }
-BF16 = 0.95  # limits relative to any of these peers in bf16
-NOISE = 1.03  # noise: two runs of one program may differ by this factor
+BF16 = 0.95  # limit for `auto` with recipe bf16, at all shapes of TARGETS
+NOISE = 1.03  # factor by which the times of two runs of one program may differ
 TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small sizes and few iterations without a GPU
 
 
 @dataclass(frozen=True)
 class Line:
-    """Milliseconds of one subject at one shape, and the shares of plain torch's milliseconds in the same run, as calls
-    and as a CUDA graph (None if none was captured). of_serial: shares of the serial strategy's milliseconds in the same
-    order, without host times."""
+    """Result of one subject at one shape.
+
+    alone, queued, host    milliseconds of an iteration by calls
+    graph_...              milliseconds of an iteration as a CUDA graph; None if no graph was captured
+    ..._share              milliseconds relative to plain torch in the same run
+    of_serial              milliseconds relative to strategy serial: alone and queued by calls, then alone and queued as a CUDA
+                           graph if captured; None for subjects without a serial counterpart
+    """
 
     shape: str
     subject: str
@@ -90,7 +94,7 @@ class Line:
 
     @property
     def best(self) -> tuple[float, float]:
-        """Milliseconds alone and queued, the minimum of calls and graph."""
+        """Milliseconds alone and queued, by calls or as a CUDA graph, whichever is faster."""
         graph = self.graph_alone, self.graph_queued
         alone, queued = (
             value if other is None else min(value, other)
@@ -101,11 +105,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Asked:
-    """Options of the runs.
+    """Options of the measurement.
 
-    count: iterations of a block. compiled: torch.compile runs the blocks of layers, as in the launcher. graphs: iterations are
-    captured as CUDA graphs as well. profiled: subjects whose kernels are listed. attention: backend of attention in layers of
-    dlp, a key of `launch.models.attention.ORDERS`; None: torch chooses, as in layers of plain torch.
+    count        iterations of a subject in one turn
+    compiled     whether the blocks of layers are compiled, as by `launch.train`
+    graphs       whether iterations are also captured as CUDA graphs
+    profiled     subjects whose kernels are listed
+    attention    attention backend in layers of dlp, a key of `launch.models.attention.ORDERS`; None: torch chooses, as in
+                 layers of plain torch
     """
 
     count: int = COUNT
@@ -123,7 +130,8 @@ def measure(
     table: Times | None,
     asked: Asked = Asked(),
 ) -> list[Line]:
-    """A line for each subject, including plain torch. `table`: times for "auto"; None: the shipped tables."""
+    """Measure the subjects (name, strategy) at one shape. Returns a line for each subject, including plain torch. `table`:
+    times by which "auto" chooses; None: the shipped tables."""
     device = tune.device_of(mesh)
     torch._dynamo.reset()  # otherwise the sizes of the next shape would become dynamic
     with side_stream(device):
@@ -150,8 +158,7 @@ def measure(
 def made(
     shape: Shape, tokens: int, key: tuple[str, str], mesh: DeviceMesh, times: Times | None, asked: Asked
 ) -> nn.Module:
-    """Return the model of a subject. The blocks of a layer are compiled as in the launcher, except for Transformer
-    Engine."""
+    """Build the model of a subject (name, strategy); compile the blocks of a layer of dlp or plain torch if requested."""
     name, strategy = key
     torch.manual_seed(0)
     model = subject(name, strategy, shape, tokens, mesh, times)
@@ -164,7 +171,7 @@ def made(
 
 @contextmanager
 def attempt(name: str, optional: bool) -> Iterator[None]:
-    """Print why a peer cannot run, and continue without it; errors of dlp or plain torch end the benchmark."""
+    """Context that prints an exception of an optional subject and suppresses it; other exceptions end the benchmark."""
     try:
         yield
     except Exception as error:
@@ -175,7 +182,8 @@ def attempt(name: str, optional: bool) -> Iterator[None]:
 
 
 def turns(runs: dict[tuple[str, str], Run], device: torch.device, count: int) -> Medians:
-    """Milliseconds alone, queued and of the host, medians over rounds, by subject. Subjects take turns by blocks."""
+    """Run subjects in turn, `count` iterations in each turn. Returns the milliseconds alone, queued and of the host of each
+    subject, medians over rounds."""
     found: dict[tuple[str, str], list[list[float]]] = {key: [] for key in runs}
     for _ in range(ROUNDS):
         for key, run in runs.items():
@@ -185,7 +193,7 @@ def turns(runs: dict[tuple[str, str], Run], device: torch.device, count: int) ->
 
 
 def profiled(shape: Shape, key: tuple[str, str], graph: Run | None, run: Run, device: torch.device) -> None:
-    """Print the kernels of one subject on rank 0: of its CUDA graph if there is a graph."""
+    """Print the kernels of one subject on rank 0, in its CUDA graph if there is one, else by calls."""
     settle(device)
     found = kernel_profile.record(graph or run, PROFILED, device, dist.get_rank() == 0)
     settle(device)
@@ -195,7 +203,7 @@ def profiled(shape: Shape, key: tuple[str, str], graph: Run | None, run: Run, de
 
 
 def lines_of(shape: str, medians: Medians, graphs: Medians) -> list[Line]:
-    """Lines with shares, from milliseconds alone, queued and of the host, by subject, as calls and in CUDA graphs."""
+    """Compute lines from the milliseconds of each subject by calls and as CUDA graphs, both in the order of `turns`."""
     lines = []
     for (name, strategy), calls in medians.items():
         times, plain, serial = (
@@ -220,13 +228,13 @@ def lines_of(shape: str, medians: Medians, graphs: Medians) -> list[Line]:
 
 
 def _ratios(times: list[float], others: list[float]) -> tuple[float, ...]:
-    """Ratios alone and queued, as calls and, where both were captured, in graphs; the host's time is left out."""
+    """Return the ratios alone and queued by calls and, if both have them, as CUDA graphs; without the ratio of host times."""
     pairs = list(zip(times, others, strict=False))
     return tuple(mine / theirs for i, (mine, theirs) in enumerate(pairs) if i != 2)
 
 
 def target(line: Line) -> float | None:
-    """Share that a line must reach; None: no target."""
+    """Return the limit of both shares of a line; None without a target."""
     recipe, _, strategy = line.subject.partition(" ")
     if line.shape not in TARGETS or strategy != AUTO:
         return None
@@ -241,7 +249,8 @@ def verdict(line: Line) -> str:
 
 
 def beside_serial(line: Line) -> str:
-    """Whether "auto" is slower than serial by more than noise, in any way of running."""
+    """Describe whether a line of "auto" is slower than serial by more than NOISE, by calls or as a CUDA graph; "" for other
+    lines."""
     if line.of_serial is None or not line.subject.endswith(f" {AUTO}"):
         return ""
     return f"  {'SLOWER than serial' if max(line.of_serial) > NOISE else 'never slower than serial'}"
@@ -275,7 +284,7 @@ def show(lines: Sequence[Line], tokens: int, judged: bool = False) -> None:
 
 
 def beside_peers(lines: Sequence[Line]) -> Iterator[str]:
-    """Compare, for each recipe, the fastest time of dlp over strategies and ways of running with the fastest time of
+    """Compare, for each recipe, the fastest time of dlp (over strategies, by calls or as a CUDA graph) with the fastest time of
     Transformer Engine."""
     for recipe, peer in COUNTERPARTS.items():
         ours = [line for line in lines if line.subject.startswith(f"{recipe} ")]
@@ -301,9 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--overlap", nargs="+", default=[SERIAL, "chunked", AUTO])
     shapes = [shape_of(text) for text in (SHAPES if on_gpu else SMALL)]
     parser.add_argument("--shapes", nargs="+", type=shape_of, default=shapes, metavar="KxN")
-    parser.add_argument("--tokens", type=int, default=TOKENS if on_gpu else FEW, help=f"of all ranks ({TOKENS})")
-    parser.add_argument("--transport", choices=TRANSPORTS, default=AUTO, help=f"carrier of our transfers ({AUTO})")
-    parser.add_argument("--table", help="times of dlp.parallel.tune, for auto [those that dlp ships]")
+    parser.add_argument("--tokens", type=int, default=TOKENS if on_gpu else FEW, help=f"tokens of all ranks ({TOKENS})")
+    parser.add_argument("--transport", choices=TRANSPORTS, default=AUTO, help=f"carrier of dlp's transfers ({AUTO})")
+    parser.add_argument("--table", help="file of dlp.parallel.tune, by which auto chooses [the shipped tables]")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=PEERS, metavar="PEER", help=", ".join(PEERS))
     parser.add_argument("--count", type=int, default=COUNT, help=f"iterations in a block ({COUNT})")
     parser.add_argument("--eager", action="store_true", help="layers run without torch.compile, as on CPUs")

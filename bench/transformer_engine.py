@@ -1,8 +1,8 @@
 """Transformer Engine (TE) in its best settings, as a peer of `bench.tensor_parallel`: tensor and sequence parallelism,
 userbuffers under the GEMMs, and CUDA graphs by `te.make_graphed_callables`.
 
-PEERS are the names of peers. Names that end in "userbuffers" overlap GEMMs with transfers through memory that the GPUs map.
-Nothing here is imported unless TE is installed.
+PEERS are the names of the subjects. Subjects with "userbuffers" overlap GEMMs with transfers through memory that the GPUs map
+from each other. This module imports TE only when a subject is constructed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 USERBUFFERS = " userbuffers"
 RECIPES = {"te bf16": "", "te delayed": "DelayedScaling", "te current": "Float8CurrentScaling"}
 PEERS = (*RECIPES, *(name + USERBUFFERS for name in RECIPES))
-# Recipe of dlp: recipe of TE
+# recipe of dlp -> subject of TE with the same quantization
 COUNTERPARTS = {
     "bf16": "te bf16",
     "fp8_delayed": "te delayed",
@@ -41,13 +41,13 @@ def is_peer(name: str) -> bool:
 
 
 class Userbuffers:
-    """The communicators of TE. A process has one set of communicators, for one shape of hidden states at a time."""
+    """Userbuffers communicators of TE. A process can have one set of them at a time, for one shape of hidden states."""
 
     def __init__(self) -> None:
         self._shape: tuple[int, int] | None = None
 
     def use(self, tokens: int, features: int, ranks: int) -> None:
-        """Make the communicators for hidden states [tokens, features], unless they exist; NVLink multicast stays off."""
+        """Create the communicators for hidden states [tokens, features], unless they exist, without NVLink multicast."""
         if self._shape == (tokens, features):
             return
         self.destroy()
@@ -68,7 +68,7 @@ USERBUFFERS_OF_PROCESS = Userbuffers()
 
 
 class TransformerEngine(nn.Module):
-    """TE's linears or layer, configured as one of PEERS: token shards [M/R, K] -> token shards."""
+    """Pair of linears or layer of TE, configured as one of PEERS: token shards [M/R, K] -> [M/R, K]."""
 
     def __init__(self, name: str, shape: Shape, tokens: int, group: ProcessGroup) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def _parallel(group: ProcessGroup) -> dict[str, Any]:
 
 
 def _pair(te: Any, shape: Shape, group: ProcessGroup, overlapped: bool) -> nn.Module:
-    """A column- and a row-parallel linear."""
+    """Build a column- and a row-parallel linear."""
     over, up, down = {"bias": False, **_parallel(group)}, {}, {}
     if overlapped:
         up = {"ub_overlap_ag": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True, "ub_name": "fc1"}
@@ -117,7 +117,7 @@ def _pair(te: Any, shape: Shape, group: ProcessGroup, overlapped: bool) -> nn.Mo
 
 
 def _layer(te: Any, shape: Shape, tokens: int, group: ProcessGroup, overlapped: bool) -> nn.Module:
-    """A Llama layer over one sequence."""
+    """Build a Llama layer for one sequence."""
     return te.TransformerLayer(
         shape.features, shape.inner, shape.heads, num_gqa_groups=shape.kv_heads, hidden_dropout=0.0,
         attention_dropout=0.0, self_attn_mask_type="causal", normalization="RMSNorm", activation="swiglu", bias=False,

@@ -8,7 +8,8 @@ import torch
 
 
 def longest_kernels(run: Callable[[], object], times: int = 4, most: int = 14) -> list[str]:
-    """Kernels with the most device time: microseconds and launches of one run, and the total of all kernels last."""
+    """Profile `times` runs. Returns lines with the device time and launches in one run of the `most` longest kernels, and with
+    the time of all kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(times):
             run()

@@ -3,13 +3,13 @@
 The names in this file are public; all other names may change.
 """
 
-# models of small operations; optimizers; suites for formats
+# submodules: operations, optimizers, checks of formats
 from dlp import ops, optim, testing
 
-# the mesh
+# meshes
 from dlp.comm.mesh import build_mesh
 
-# quantized for forward passes
+# quantized models, calibration, export, experts, LoRA; layers
 from dlp.flows.calibrate import calibrate
 from dlp.flows.codes import load_quantized_state_dict, quantized_state_dict
 from dlp.flows.compressed_models import load_compressed, save_compressed
@@ -21,16 +21,16 @@ from dlp.flows.lora import load_lora, lora, lora_groups, merge_lora, save_lora
 from dlp.flows.plain import quantize_
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 
-# what changes between steps
+# recipes of regions and steps, the step boundary, statistics
 from dlp.parallel.model.autocast import autocast
 from dlp.parallel.model.boundary import attach, end_step, read_stats, record_stats, set_recipe
 
-# conversion of a model
+# conversion, embedding and loss, context parallelism
 from dlp.parallel.model.context import Context
 from dlp.parallel.model.convert import convert
 from dlp.parallel.model.embedding import VocabParallelEmbedding, cross_entropy, gather_tokens, scatter_tokens
 
-# layers
+# delayed wgrads, CUDA graphs, plans, checkpoints, FSDP, ledgers
 from dlp.parallel.model.grads import backward_dw
 from dlp.parallel.model.graph import graphed_step
 from dlp.parallel.model.groups import LayerGroup
@@ -42,13 +42,13 @@ from dlp.parallel.traffic.predict import Workload
 from dlp.parallel.weight.fsdp2 import fully_shard
 from dlp.parallel.weight.held import quantized_model_init, with_master_weights
 
-# models of transformers
+# models of Hugging Face transformers
 from dlp.pretrained import load_pretrained, meta_model
 
-# meshes compared with one rank
+# comparison of meshes with one rank
 from dlp.proof.run import prove
 
-# recipes
+# recipes; layer groups of models of transformers
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.recipe import Recipe
 from dlp.quant.recipe import load as recipe

@@ -1,9 +1,9 @@
-"""Folders of transformers (config.json, *.safetensors) to models on ranks, without a copy of the weights on any rank.
+"""Load models of Hugging Face transformers (config.json, *.safetensors) onto ranks. No rank holds all weights at once.
 
-    model = dlp.meta_model(folder)                    parameters without memory, buffers as the model makes them
+    model = dlp.meta_model(folder)                    creates parameters without memory, and buffers with their values
     dlp.convert(model, dlp.groups_for(model, tp=2), mesh); dlp.fully_shard(...)
-    dlp.load_pretrained(model, folder, device)        one parameter at a time; each rank keeps its shard
-    model.save_pretrained(folder)                     called on all ranks
+    dlp.load_pretrained(model, folder, device)        loads one parameter at a time; each rank keeps its shard
+    model.save_pretrained(folder)                     all ranks call save_pretrained
 
 Only this file needs transformers and safetensors.
 """
@@ -27,7 +27,7 @@ from dlp.parallel.weight.local import fill
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Context in which new parameters have no memory; buffers have memory."""
+    """Create parameters on the meta device inside a `with` block; buffers are created as usual."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -69,7 +69,7 @@ def meta_model(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise ModuleNotFoundError("dlp.meta_model makes a model of transformers: pip install transformers") from None
+        raise ModuleNotFoundError("dlp.meta_model needs transformers: pip install transformers") from None
     if not (Path(folder) / "config.json").exists():
         raise ValueError(f"{folder}: no config.json in the folder; name a folder that save_pretrained wrote")
     with _parameters_on_meta():
@@ -79,7 +79,7 @@ def meta_model(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.
 
 @torch.no_grad()
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Give memory to the parameters of a model of `meta_model`; buffers, such as rotary frequencies, keep their values."""
+    """Allocate the parameters of a model from `meta_model`. Buffers, such as rotary frequencies, keep their values."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
     model.to_empty(device=torch.device(device))
     own = dict(model.named_buffers(remove_duplicate=False))
@@ -89,16 +89,15 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
 
 @torch.no_grad()
 def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device | str = "cpu") -> None:
-    """Load the weights of a folder into a model, converted and sharded or not, one parameter at a time.
+    """Load the weights of a folder into a model, one parameter at a time. The model may be converted and sharded.
 
     Args:
-        model: model of `dlp.meta_model`, after `dlp.convert` and `dlp.fully_shard` and before `dlp.attach`. Parameters may be
-            on the meta device.
-        folder: folder with *.safetensors, in the form of save_pretrained of transformers.
-        device: device on which parameters of the meta device get memory.
+        model: model from `dlp.meta_model`, before `dlp.attach`. Parameters may be on the meta device.
+        folder: folder with *.safetensors, as written by save_pretrained of transformers.
+        device: device on which parameters are allocated that are on the meta device.
 
     Raises:
-        ValueError: for parameters and buffers that no file contains, tensors that the model lacks, and other shapes.
+        ValueError: for parameters that no file contains, tensors that the model does not have, and tensors of another shape.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -131,8 +130,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
 
 
 def _values(model: nn.Module, folder: Path, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of the tensors of a model, one at a time. Names and layouts of the files are converted as
-    `from_pretrained` converts them: for example, weights of experts are stacked."""
+    """Yield (name in the model, values) of the tensors in a folder, one at a time. Names and layouts are converted as by
+    `from_pretrained`; for example, weights of experts are stacked. `own`: parameters and buffers of the model by name."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     tensors, prefix, conversions = _tensors(folder), getattr(model, "base_model_prefix", None), _conversions(model)
@@ -157,7 +156,7 @@ def _values(model: nn.Module, folder: Path, own: Mapping[str, Tensor]) -> Iterat
 
 
 def _conversions(model: nn.Module) -> list[Any]:
-    """Conversions between files and parameters of a model of transformers, which are looked up by its class and type."""
+    """Return the conversions from files to parameters that transformers defines for a class of models."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -169,7 +168,7 @@ def _conversions(model: nn.Module) -> list[Any]:
 
 
 def _tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """Readers of all tensors by name, from memory-mapped files."""
+    """Return a function for each tensor, by name, that reads the tensor from a memory-mapped file."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
@@ -183,5 +182,5 @@ def _tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
 
 
 def _numbered(name: str) -> list[tuple[int, str]]:
-    """Sort key in which layers.10 comes after layers.2, as transformers sorts tensors before their conversion."""
+    """Return a sort key by which layers.10 comes after layers.2, as transformers sorts tensors before their conversion."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,11 +1,11 @@
-"""Arguments of Transformer Engine (TE) that layers of dlp do not have: a table of arguments and advice.
+"""Arguments of Transformer Engine (TE) that layers of dlp do not have, with advice for the error message.
 
-    ARGUMENTS        by family of layers ("layer", "op", "module" or "attention"): arguments of TE's constructors
-    FORWARD          the arguments of TE's `forward`
-    INITIALIZE_UB    the arguments of TE's `initialize_ub`
+    ARGUMENTS        family of layers ("layer", "op", "module", "attention", "transformer") -> arguments of TE's constructors
+    FORWARD          arguments of TE's `forward`
+    INITIALIZE_UB    arguments of TE's `initialize_ub`
 
-A layer passes keywords that its signature does not name to `refuse`. One mechanism and one table serve all layers:
-`docs/from-transformer-engine.md` has a row for each entry, and tests read both.
+A layer passes keywords that its signature does not name to `refuse`. `docs/from-transformer-engine.md` has a row for each
+entry; tests compare the page with these tables.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 class Argument(NamedTuple):
     """A TE argument that a layer does not have.
 
-    sentence   advice, in the imperative
-    neutral    values that request nothing and are accepted; None: every value is accepted, since the argument has no effect
+    sentence   advice in the imperative, for the error message
+    neutral    accepted values, which do not change the layer; None: every value is accepted
     """
 
     sentence: str
@@ -102,7 +102,7 @@ _LAYER_OF_TRANSFORMER = _MODULE | {
     ),
     "qkv_weight_interleaved": Argument("pass the argument to dlp.ops.from_te and dlp.ops.to_te", (True,)),
     "ub_tp_comm_overlap": Argument(_OVERLAP, _OFF),
-    "ub_overlap_ag": Argument(_OVERLAP, None),  # without effect in TE, too, unless ub_tp_comm_overlap is set
+    "ub_overlap_ag": Argument(_OVERLAP, None),  # TE ignores this argument, too, unless ub_tp_comm_overlap is set
     "ub_overlap_rs": Argument(_OVERLAP, None),
     "ub_overlap_rs_dgrad": Argument(_OVERLAP, None),
     "ub_bulk_dgrad": Argument(_BULK, None),
@@ -169,21 +169,21 @@ INITIALIZE_UB: dict[str, Argument] = {
 
 
 def sentences(table: Mapping[str, Argument], given: Iterable[str]) -> str:
-    """The sentences of these arguments, concatenated: "tp_group: pass tp=...; ..."."""
+    """Return the advice on the arguments `given` as one text: "tp_group: pass tp=...; ..."."""
     return "; ".join(f"{name}: {table[name].sentence}" for name in given)
 
 
 def refuse(layer: str, table: Mapping[str, Argument], given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Check keywords that a signature does not name.
+    """Raise TypeError for keywords that the signature of a layer does not name, except for TE arguments with a neutral value.
 
     Args:
-        layer: Name of the layer, or of the method, for the message.
-        table: The TE arguments that the layer does not have.
-        given: The keywords and their values. A value that requests nothing is accepted.
-        known: Names of the keywords that the layer has, for the message.
+        layer: name of the layer or method, for the message.
+        table: TE arguments that the layer does not have.
+        given: keywords and their values.
+        known: names of the keywords of the layer, for the message.
 
     Raises:
-        TypeError: For a keyword in the table, with the advice, and for an unknown keyword.
+        TypeError: for a keyword in the table, with the advice, and for an unknown keyword.
     """
     requested = [name for name, value in given.items() if name in table and not _is_neutral(table[name], value)]
     if requested:
@@ -193,6 +193,7 @@ def refuse(layer: str, table: Mapping[str, Argument], given: Mapping[str, Any], 
 
 
 def _is_neutral(argument: Argument, value: Any) -> bool:
+    """Whether a value of a TE argument is accepted."""
     return argument.neutral is None or any(value is each or _equal(value, each) for each in argument.neutral)
 
 
@@ -201,6 +202,6 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def keywords_of(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters of a constructor or method, in order."""
+    """Return the names of the parameters of a constructor or method, without self, in order."""
     code = function.__code__
     return list(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])

@@ -1,10 +1,10 @@
 """Test suites for built-in and user-defined formats: `check_format`.
 
-    dlp.testing.check_format(MyQuantizer())                   basic, pieces, transpose, linear, saving, compile
-    dlp.testing.check_format(MyQuantizer(), mesh=mesh)        and, on each rank of the mesh: DTensor, FSDP2
+    dlp.testing.check_format(MyQuantizer())                   suites basic, pieces, transpose, linear, saving, compile
+    dlp.testing.check_format(MyQuantizer(), mesh=mesh)        the same, and suites DTensor, FSDP; called on all ranks
 
-Each suite raises AssertionError with the name of the suite, the number and the floor, and prints a table of
-measurements.
+A suite that fails raises AssertionError with the name of the suite and the rule; if an SQNR is too small, the message has the
+SQNR and the minimum.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dlp.quant.parameter import QuantizedParameter
 from dlp.quant.quantizer import Origin, Quantizer, caps_of, quantized_values
 from dlp.quant.tensor import SHARED, UNSAID, QuantizedTensor
 
-SIZE = (256, 512)  # shape of the matrices; their halves consist of complete blocks of the built-in formats
-# dB, by element format; for 8-bit integers if there is none
+SIZE = (256, 512)  # shape of the test matrices, whose halves consist of complete blocks of the built-in formats
+# Minimum SQNR in dB by element format; "": formats without an element format
 FLOORS = {"e4m3": 30.0, "e5m2": 24.0, "e2m1": 15.0, "": 40.0}
 FLOORS |= {f"int{bits}": 6.0 * bits - 8 for bits in range(2, 9)}
 
@@ -60,7 +60,7 @@ def check_format(
     The suites check casts, pieces of a matrix, transposes, a linear, saving and compilation.
 
     Args:
-        quantizer: quantizer with current scales.
+        quantizer: quantizer that computes scales from the tensor itself.
         device: device of the test matrices.
         mesh: mesh whose first axis has at least two ranks; shards and gathers are checked as well. Call on all ranks.
         floor: smallest SQNR of decoded values in dB; None: 30 for E4M3, 24 for E5M2, 15 for E2M1, 6 bits - 8 for integers and
@@ -71,7 +71,7 @@ def check_format(
         Measured SQNRs in dB.
 
     Raises:
-        AssertionError: for a check that fails, with the name of the suite, the number and the floor.
+        AssertionError: for a check that fails, with the name of the suite and the rule.
         ValueError: for a quantizer with delayed scales.
 
     Examples:
@@ -90,7 +90,7 @@ def check_format(
     found = {"values": check_basic(quantizer, values, q, least)}
     check_pieces(quantizer, values, q)
     check_transpose(quantizer, values, q)
-    if quantizer.format.basis:  # a GEMM would need a rotated second operand
+    if quantizer.format.basis:  # codes of rotated values: a GEMM needs a second operand with the same rotation
         return found
     weight = QuantizedParameter(q, values.dtype)
     found["linear"] = check_linear(weight, values, x, least)
@@ -103,12 +103,14 @@ def check_format(
 
 
 def _element(quantizer: Quantizer) -> str:
+    """Return the element format of a quantizer, a key of FLOORS."""
     fmt = quantizer.format
     element = getattr(fmt, "element", "")
     return element or ("e2m1" if fmt.elements_per_code == 2 else "")
 
 
 def _must(holds: bool, suite: str, said: str) -> None:
+    """Raise AssertionError with the message `said` unless a condition holds."""
     if not holds:
         raise AssertionError(f"check_format, {suite}: {said}")
 
@@ -116,7 +118,7 @@ def _must(holds: bool, suite: str, said: str) -> None:
 def _cast(
     quantizer: Quantizer, values: Tensor, amax: Tensor | None = None, at: Origin | None = None
 ) -> QuantizedTensor:
-    """Cast a matrix. `amax`: agreed amax; None: the amax of the matrix."""
+    """Cast a matrix. `amax`: amax of several shards; None: of this matrix. `at`: position for random bits."""
     amax = quantizer.observe(values) if amax is None else amax
     if not caps_of(quantizer).origin:
         return quantizer.cast(values, amax)
@@ -125,8 +127,8 @@ def _cast(
 
 
 def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least: float) -> float:
-    """Check that parts match their declaration, that casts into existing memory equal casts into new memory, and that
-    errors are small."""
+    """Check that dtypes and shapes of parts are as declared, that casts into existing memory equal casts into new memory, and
+    that errors are small. Returns the SQNR of the decoded values."""
     fmt = quantizer.format
     _must(q.format == fmt, "basic", f"cast returns {q.format.name}, and the quantizer declares {fmt.name}")
     _must(is_dataclass(fmt) and fmt == copy.copy(fmt), "basic", "a format must be a value: a frozen dataclass")
@@ -139,7 +141,7 @@ def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least:
     quantizer.cast(values, quantizer.observe(values), out=out, **(given if caps_of(quantizer).origin else {}))
     same = all(_equal(a, b) for a, b in zip(out.parts, q.parts, strict=True))
     _must(same, "basic", "a cast into `out` differs from a cast without `out`")
-    view = _cast(quantizer, values.t().contiguous().t())  # read by columns, like x for columnwise operands
+    view = _cast(quantizer, values.t().contiguous().t())  # strided like the transposed x of a columnwise operand
     strided = [part.name for part, tensor in zip(fmt.parts, view.parts, strict=True) if not tensor.is_contiguous()]
     _must(
         not strided,
@@ -165,7 +167,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> None:
-    """Check that halves cast with agreed amaxes join, part by part, to the cast of the full matrix."""
+    """Check that the parts of halves of a matrix, cast with the amax of the matrix, concatenate to the parts of its cast."""
     fmt = quantizer.format
     for dim, size in enumerate(SIZE):
         for part in fmt.parts:
@@ -194,14 +196,14 @@ def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> No
 
 
 def check_transpose(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> None:
-    """Check that a transposed payload has the transposed values."""
+    """Check that the transpose of a quantized tensor decodes to the transposed values."""
     if quantizer.format.transposable:
         same = torch.equal(q.transpose().dequantize(), q.dequantize().t())
         _must(same, "transpose", "the transpose has other values")
 
 
 def check_linear(weight: QuantizedParameter, values: Tensor, x: Tensor, least: float) -> float:
-    """Check y of a plain linear with this weight against y of the values, and of the decoded values."""
+    """Check y of a quantized linear against y of the original and of the decoded weight. Returns the SQNR of y."""
     y, expected = F.linear(x, weight), x.double() @ values.double().t()
     ratio = sqnr(y, expected)
     _must(ratio >= least - 1, "linear", f"SQNR of y is {ratio:.1f} dB, below the floor of {least - 1:.1f}")
@@ -211,11 +213,12 @@ def check_linear(weight: QuantizedParameter, values: Tensor, x: Tensor, least: f
 
 
 def check_saved(weight: QuantizedParameter) -> QuantizedParameter:
-    """Check torch.save, and torch.load with weights_only; a format from outside of dlp is allowed temporarily."""
+    """Check torch.save, and torch.load with weights_only=True, for which a user-defined format is temporarily allowed. Returns
+    the loaded weight."""
     file = io.BytesIO()
     torch.save({"weight": weight}, file)
     file.seek(0)
-    # At its end the context manager would remove these classes from the allowed classes
+    # `safe_globals` removes its classes at the end, also if they were allowed before
     known = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([kind for kind in [type(weight.use.format)] if kind not in known]):
         read: QuantizedParameter = torch.load(file, weights_only=True)["weight"]
@@ -225,7 +228,7 @@ def check_saved(weight: QuantizedParameter) -> QuantizedParameter:
 
 
 def check_compile(weight: QuantizedParameter, x: Tensor) -> None:
-    """Check that compilation gives one graph in forward and one in backward, and equal bits of y and dx."""
+    """Check that a linear with this weight compiles to one graph, and that y and dx have the bits of the eager linear."""
     layer = nn.Linear(SIZE[1], SIZE[0], bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
     dy = torch.ones(len(x), SIZE[0], dtype=x.dtype, device=x.device)
@@ -249,7 +252,7 @@ def check_compile(weight: QuantizedParameter, x: Tensor) -> None:
 
 
 def check_mesh(weight: QuantizedParameter, x: Tensor, mesh: DeviceMesh) -> None:
-    """Check that shards along both dimensions are gathered to the full matrix, and that FSDP2 gathers codes."""
+    """Check that shards along each dimension gather to the full matrix, and that FSDP2 does not change y."""
     axis = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[0]]  # type: ignore[index]
     expected = weight.dequantize()
     for dim in (0, 1):

@@ -1,15 +1,15 @@
-"""groups_for: layer groups of a model of transformers, from the tensor-parallel plan of the model.
+"""groups_for: derive layer groups from the tensor-parallel plan of a model of Hugging Face transformers.
 
     entry of `base_model_tp_plan`        layer group
     colwise                              style = "column"
     rowwise                              style = "row"
-    replicated_with_grad_allreduce       style = "column" for a norm of heads; the gradient is summed over tp
-    replicate, all_reduce                none: modules without a group are replicated
-    sequence_parallel                    none: these modules compute all tokens, with the same results
-    all others                           none: the module and all modules of its parent stay local (`TpPlan.local`)
+    replicated_with_grad_allreduce       style = "column" for a norm of heads, whose gradient is summed over tp
+    replicate, all_reduce                no group: the module is replicated
+    sequence_parallel                    no group: each rank computes all tokens, with the same results
+    all others                           no group: all linears of the parent stay local (`TpPlan.local`)
 
-A parent, such as an attention module, is either sharded completely or stays local completely: if one entry has no style here,
-other linears of the parent would compute with features that do not fit. A model without a plan has local linears.
+The linears of a parent, such as an attention module, are either all sharded or all local: if an entry has no equivalent style,
+other linears of the parent would get features of another size. In a model without a plan all linears are local.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from dlp.parallel.model.groups import LayerGroup
 
 STYLES = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "column"}
-HARMLESS = ("replicate", "all_reduce", "sequence_parallel")
+HARMLESS = ("replicate", "all_reduce", "sequence_parallel")  # entries that need no layer group
 NO_PLAN = "the model has no base_model_tp_plan"
 
 
@@ -34,8 +34,8 @@ class TpPlan:
     """Tensor-parallel plan of a model.
 
     groups   layer groups for `dlp.convert`
-    local    by pattern of modules: the reason why the modules stay local
-    blocks   classes of the blocks that FSDP shards and torch.compile compiles one by one
+    local    pattern of modules -> reason why these modules stay local
+    blocks   class names of the blocks, each of which is an FSDP unit and is compiled separately
     """
 
     groups: tuple[LayerGroup, ...]
@@ -43,12 +43,12 @@ class TpPlan:
     blocks: tuple[str, ...]
 
     def describe(self) -> list[str]:
-        """Lines for a printed plan: modules that stay local, with the reasons."""
+        """Return lines for a printed plan: modules that stay local, with the reasons."""
         return [f"{pattern}: local on every tp rank: {reason}" for pattern, reason in self.local.items()]
 
 
 def groups_for(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> list[LayerGroup]:
-    """Return layer groups of a model of transformers, from the tensor-parallel plan of the model.
+    """Return layer groups for a model of Hugging Face transformers, derived from its tensor-parallel plan.
 
     Args:
         model: model with a `config`, such as `AutoModelForCausalLM.from_config(config)`.
@@ -59,8 +59,9 @@ def groups_for(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> list[Lay
         Groups for `dlp.convert`; empty if the linears are local and no recipe is given.
 
     Raises:
-        ValueError: for tp > 1, if the model has no plan, an entry of the plan has no style here, or tp does not divide the
-            number of heads.
+        ValueError: for a model without config, and, if tp > 1, for a model without a plan, a plan of which no module can be
+            sharded, or a number of heads or an intermediate size that tp does not divide; for a recipe if blocks have no
+            linears.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -75,7 +76,7 @@ def groups_for(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> list[Lay
 
 
 def tp_plan(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> TpPlan:
-    """`groups_for` with the reasons of local modules, and the blocks of the model."""
+    """Return the layer groups of `groups_for`, the reasons why modules stay local, and the blocks of the model."""
     names = [name for name, _ in model.named_modules()]
     prefix = _base_prefix(model)
     entries = {f"{prefix}{pattern}": style for pattern, style in _entries(model).items()}
@@ -98,7 +99,7 @@ def tp_plan(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> TpPlan:
 
 
 def _entries(model: nn.Module) -> dict[str, str]:
-    """The plan of the base model, by pattern of its modules."""
+    """Return the plan of the base model: pattern of modules -> entry."""
     config = getattr(model, "config", None)
     if config is None:
         raise ValueError(
@@ -110,12 +111,13 @@ def _entries(model: nn.Module) -> dict[str, str]:
 
 
 def _base_prefix(model: nn.Module) -> str:
-    """ "model.", the path of the base model in the complete model; "" if the model is the base model."""
+    """Return the path of the base model in the complete model, such as "model."; "" if the model is the base model."""
     name = getattr(model, "base_model_prefix", "")
     return f"{name}." if name and name in dict(model.named_children()) else ""
 
 
 def _expression(pattern: str) -> re.Pattern[str]:
+    """Return the regular expression of a plan pattern, in which "*" matches one component of a name."""
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
 
 
@@ -125,8 +127,8 @@ def _matches(pattern: str, names: Sequence[str]) -> bool:
 
 
 def _local(entries: Mapping[str, str]) -> dict[str, str]:
-    """Return, by pattern, the reason why modules stay local: the style of the module, or of another module of the same
-    parent."""
+    """Return pattern -> reason why the modules stay local: their entry, or that of another module of the same parent, has no
+    equivalent style."""
     found = {
         pattern: f"{style} has no counterpart"
         for pattern, style in entries.items()
@@ -143,8 +145,8 @@ def _local(entries: Mapping[str, str]) -> dict[str, str]:
 
 
 def _activations(model: nn.Module, entries: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
-    """Entries for activations with parameters, such as xIELU, after a column-parallel linear. Plans of transformers do not
-    list these modules; their gradients are partial sums over tp, like the gradients of norms of heads."""
+    """Return entries for activations with parameters, such as xIELU, after column-parallel linears. Plans of transformers do
+    not list these modules. Their gradients are partial sums over tp, like the gradients of norms of heads."""
     parents = {
         pattern.rpartition(".")[0] for pattern, style in entries.items() if style == "colwise" and pattern not in local
     }
@@ -177,8 +179,8 @@ def _check(
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Names of the classes of the model's blocks: `_no_split_modules` that the model has; else the elements of its longest
-    ModuleList."""
+    """Return the class names of the blocks of a model: the classes in `_no_split_modules` that occur in the model, or else the
+    classes in the longest ModuleList."""
     present = {type(module).__name__ for module in model.modules()}
     named = tuple(name for name in (getattr(model, "_no_split_modules", None) or ()) if name in present)
     if named:
@@ -189,15 +191,15 @@ def blocks_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model in order. Of nested blocks only the outermost block counts."""
+    """Return the blocks of a model in order. Of nested blocks, only the outermost is returned."""
     return list(named_blocks(model).values())
 
 
 def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by name, in order. Of nested blocks only the outermost block counts.
+    """Return the blocks of a model by name, in order. Of nested blocks, only the outermost is returned.
 
-    A module that shares a parameter with modules outside of the module is not a block, such as the embeddings of BERT, whose
-    weight the head reads: a FSDP unit of its own would make two parameters of the shared parameter."""
+    A module that shares a parameter with modules outside is not a block, such as the embeddings of BERT, whose weight the head
+    reads: as an FSDP unit, the module would get a separate copy of the parameter."""
     classes, found = set(blocks_of(model)), dict[str, nn.Module]()
     readers = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
@@ -208,13 +210,13 @@ def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _shares(module: nn.Module, readers: Mapping[nn.Parameter, int]) -> bool:
-    """Whether a parameter of the module has readers outside of the module. `readers`: number of readers by parameter."""
+    """Whether modules outside share a parameter of the module. `readers`: parameter -> number of its names in the model."""
     own = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
     return any(count < readers[parameter] for parameter, count in own.items())
 
 
 def _linears_of_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Names of all linears in blocks."""
+    """Return the names of all linears in blocks. `blocks`: class names of blocks."""
     outer = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
     names = [
         name for name, module in model.named_modules()

@@ -1,10 +1,10 @@
-"""Rank meshes, recipes and recomputation for a model and a number of GPUs, by predicted tokens per second and memory.
+"""Rank the settings (mesh, recipe, micro batch, recomputation) of a model on a number of GPUs by predicted tokens per second.
 
     python -m launch.advise CONFIG --world 64 --board h200 [--recipes fp8_current bf16] [--show 5] [--section.key value ...]
 
-The program tries every mesh of tp, dp_shard and dp_replicate that the model allows with each recipe and micro batch,
-and recomputation if nothing else fits in memory. No rank is started. The model is planned with few blocks; seconds and bytes
-are extended to all blocks, since both are linear in the number of equal blocks.
+The program combines each mesh of `meshes` with each recipe and micro batch, and tries recomputation (`[train] checkpointing`)
+only for meshes that do not fit in memory without it. No rank is started. Only a model with few blocks is planned; its seconds
+and bytes are extrapolated to all blocks, since both are linear in the number of equal blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Candidate:
-    """One setting: overrides of the command line, predicted seconds per step, bytes per GPU, largest costs."""
+    """Predicted step of one combination of settings.
+
+    settings            command-line overrides (`--section.key`, value, ...) that make this combination
+    seconds             predicted seconds per step
+    tokens_per_second   predicted tokens per second over all GPUs
+    peak                predicted peak memory per GPU, in bytes
+    reason              the three largest shares of the step time, as text
+    """
 
     settings: tuple[str, ...]
     seconds: float
@@ -46,7 +53,7 @@ class Candidate:
 
 
 def candidate(extended: Extended, settings: Sequence[str]) -> Candidate:
-    """The predicted step of a setting."""
+    """Return the predicted step of `extended`, a model planned with the overrides `settings`."""
     seconds, shares = extended.seconds()
     largest = sorted(shares, key=lambda kind: -shares[kind])[:3]
     reason = ", ".join(f"{kind} {shares[kind] / seconds:.0%}" for kind in largest)
@@ -55,7 +62,11 @@ def candidate(extended: Extended, settings: Sequence[str]) -> Candidate:
 
 
 def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
-    """Overrides of [mesh]: tp up to a host that divides heads and features, FSDP over all other ranks or inside hosts."""
+    """Yield the command-line overrides of [mesh] to try.
+
+    tp is 1, 2, 4 or 8, within one host, and divides heads, kv_heads, ffn and vocab. The other ranks shard by FSDP over all
+    hosts, or shard by FSDP within each host and replicate over hosts.
+    """
     m = config.family
     for tp in (1, 2, 4, 8):
         if (
@@ -76,10 +87,17 @@ def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
 def advise(
     name: str, arguments: Sequence[str], world: int, board: str, recipes: Sequence[str]
 ) -> tuple[list[Candidate], list[str]]:
-    """All settings that fit, fastest first, and a sentence for each setting that does not fit.
+    """Return the candidates that fit in memory, fastest first, and one sentence for each rejected combination.
+
+    Args:
+        name: Name or path of the config.
+        arguments: Command-line overrides of the config.
+        world: Number of GPUs.
+        board: Key of `launch.common.devices.BOARDS`.
+        recipes: Recipes to try for the layer group `default`; empty: the recipe of the config.
 
     Raises:
-        ValueError: There is no table of this board.
+        ValueError: There is no table of measured speeds for this board.
     """
     rates_of(board)
     usable, fit, refused = BOARDS[board].usable, list[Candidate](), list[str]()
@@ -107,8 +125,10 @@ def _recipe(recipe: str) -> tuple[str, ...]:
 def _micro_batches(
     name: str, arguments: Sequence[str], world: int, board: str, mesh: Sequence[str], checkpointing: str
 ) -> Iterator[tuple[tuple[str, ...], Extended] | str]:
-    """The largest two micro batches that fit, and every larger micro batch that does not fit; the reason if a config is
-    rejected."""
+    """Try micro batches from the largest down to the second one that fits in memory.
+
+    Yields (settings, planned model) for each micro batch, whether it fits or not; a sentence if the config is rejected.
+    """
     fitting = 0
     for micro in MICRO_BATCHES:
         settings = (*mesh, "--train.micro_batch", str(micro), "--train.checkpointing", checkpointing)
@@ -130,7 +150,7 @@ def _micro_batches(
 def main(arguments: Sequence[str]) -> None:
     parser = make_parser("launch.advise", "Ranks meshes, recipes and recomputation by predicted tokens per second.")
     parser.add_argument("--world", type=count, default=8, help="the number of GPUs [8]")
-    parser.add_argument("--board", choices=boards(), default=boards()[0], help="the board of every GPU [%(default)s]")
+    parser.add_argument("--board", choices=boards(), default=boards()[0], help="kind of GPU [%(default)s]")
     parser.add_argument("--recipes", nargs="+", default=[], help="recipes to try for group default [the config's]")
     parser.add_argument("--show", type=count, default=SHOWN, help=f"settings to print [{SHOWN}]")
     options, _ = command_line(parser, arguments)

@@ -1,12 +1,12 @@
-"""Convert weights of Hugging Face folders into a checkpoint that a run can start from, and back, one tensor at a time.
+"""Convert the weights of a Hugging Face folder into a checkpoint that a run can start from, and back, one tensor at a time.
 
     python -m launch.convert_hf import FOLDER CHECKPOINT              safetensors and config.json -> checkpoint, config.toml
-    python -m launch.convert_hf export CHECKPOINT FOLDER [--dtype bf16]     back, for `transformers`
-    python -m launch.convert_hf export CHECKPOINT FOLDER --codes            weights as the codes of their recipes, for vLLM
+    python -m launch.convert_hf export CHECKPOINT FOLDER [--dtype bf16]     checkpoint -> folder for `transformers`
+    python -m launch.convert_hf export CHECKPOINT FOLDER --codes            checkpoint -> quantized weights, for vLLM
 
-Names map by the tables of `launch/models/families.py`. A checkpoint is for any mesh, and keeps the dtype that was read; an
-exported folder has one dtype, by default that of the checkpoint. What is missing, of another shape, or left over is refused
-by name, before anything is written.
+Parameter names are translated by the tables of `launch/models/families.py`. A checkpoint loads on any mesh, and keeps the dtype
+of each imported tensor; an exported folder has one dtype, by default the dtype of the checkpoint. A tensor that is missing, has
+another shape, or belongs to no parameter is an error that names the tensor, raised before anything is written.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ recipe = "bf16"
 
 
 def parameters_of(model: Model) -> dict[str, Tensor]:
-    """Return all parameters by name, on the meta device; a tied parameter occurs once."""
+    """Return all parameters of the model by name, on the meta device; tied embeddings are one entry."""
     with torch.device("meta"):
         return {name: parameter.detach() for name, parameter in Llama(model).named_parameters()}
 
 
 def import_folder(folder: Path, out: Path) -> str:
-    """Convert a published folder into a checkpoint, and return one sentence about the result."""
+    """Convert the Hugging Face folder `folder` into the checkpoint `out`, and return one sentence about the result."""
     model, config = read_config(folder)
     theirs, found = dict(their_names(model.layers)), safetensors_folder.entries(folder)
     tensors = {}
@@ -143,7 +143,7 @@ def _check_tied(model: Model, found: Mapping[str, safetensors_folder.Entry]) -> 
 
 
 def finite(entry: safetensors_folder.Entry, name: str) -> Tensor:
-    """Read a tensor of a folder. Raises ValueError for a tensor with a NaN or Inf, since no run can start from such weights."""
+    """Read the tensor `name` from a safetensors file. Raises ValueError if it holds a NaN or Inf: no run can start from it."""
     tensor = safetensors_folder.read(entry, name)
     bad = tensor.numel() - int(tensor.isfinite().sum())
     if bad:
@@ -154,11 +154,13 @@ def finite(entry: safetensors_folder.Entry, name: str) -> Tensor:
 
 
 def start_config(model: Model, folder: Path, out: Path, config: dict[str, object]) -> str:
-    """Return the text of a config whose run starts from the checkpoint."""
+    """Return the text of config.toml for a run that starts from the checkpoint `out`. `config`: parsed config.json."""
     positions = config.get("max_position_embeddings")
     sequence = min(2048, positions if isinstance(positions, int) else 2048, model.sliding_window or 2048)
     shape = "\n".join(["[model]", *toml_lines(model)])
-    edges = ["layers.0.**", "layers.-1.**"] * (model.layers > 2) + ["lm_head"]  # otherwise no layer would be left
+    edges = ["layers.0.**", "layers.-1.**"] * (model.layers > 2) + [
+        "lm_head"
+    ]  # with 2 blocks group default would be empty
     paths = {"init_from": json.dumps(os.fspath(out.resolve())), "run": json.dumps(f"runs/{out.name}")}
     return START.format(folder=folder, out=out, sequence=sequence, model=shape, edges=json.dumps(edges), **paths)
 
@@ -176,10 +178,10 @@ def export(
     Args:
         checkpoint: A checkpoint of a run, or an imported one.
         folder: The folder to make.
-        dtype: One of `NAMES`; None for the dtype of the checkpoint, or fp32 where its tensors have several.
-        positions: The longest context that config.json states; None for the length of the training.
-        limit: Bytes of a file, and so of the tensors that are in memory at once.
-        codes: Write the weights of linears whose recipe quantizes weights as compressed-tensors.
+        dtype: Key of `NAMES`; None: the dtype of the checkpoint, or fp32 if its tensors have different dtypes.
+        positions: `max_position_embeddings` of config.json; None: see `longest`.
+        limit: Largest size of one safetensors file in bytes; the tensors of one file are in memory at once.
+        codes: Write the weights of linears whose recipe quantizes weights as codes and scales (compressed-tensors).
 
     Returns:
         One sentence about the result.
@@ -190,10 +192,10 @@ def export(
     model, theirs = reader.model(), dict(their_names(reader.model().layers))
     parameters = parameters_of(model)
     if over := sorted(reader.names() - parameters.keys()):
-        tied = ", whose manifest ties the head to the embedding" if model.tie_embeddings else ""
+        tied = ", whose manifest ties the head to the embedding," if model.tie_embeddings else ""
         raise ValueError(
-            f"{checkpoint}: it has a tensor {over[0]}, which its model{tied} lacks, and which would be lost; take the "
-            f"checkpoint and the manifest of one run"
+            f"{checkpoint}: the checkpoint has a tensor {over[0]}, but its model{tied} has no such parameter, so the tensor "
+            f"would be lost; use a checkpoint whose files and manifest are of the same run"
         )
     dtype = dtype or _one_dtype(reader.dtypes(parameters))
     coded = coded_linears(reader, model) if codes else {}
@@ -225,7 +227,7 @@ def export(
 
 
 def export_pretrained(reader: weights_only.Reader, folder: Path, dtype: str | None) -> str:
-    """`export` of a model of transformers, written by its own save_pretrained. The complete model is in host memory."""
+    """Export a model of the package transformers with its `save_pretrained`. The complete model must fit in host memory."""
     from dlp.pretrained import allocate, meta_model
 
     with new_folder(folder) as work:
@@ -245,13 +247,14 @@ def export_pretrained(reader: weights_only.Reader, folder: Path, dtype: str | No
 
 
 def _one_dtype(found: set[torch.dtype]) -> str:
-    """Return the name of the dtype of the tensors; if dtypes differ, the dtype that represents the values of all tensors."""
+    """Return the key of `NAMES` for the only dtype in `found`; "fp32" if there are several dtypes."""
     names = {str(each).removeprefix("torch."): each for each in found}
     return next((short for short, name in NAMES.items() if names.keys() == {name}), "fp32")
 
 
 def longest(model: Model, config: str) -> int:
-    """Return the longest context of the position embeddings, or the sequence length of the training."""
+    """Return the longest context for config.json, in tokens: the scaled context of `rope_scaling` if it states one, else
+    `[train] sequence` of `config`, the text of a config."""
     scaling = model.rope_scaling or {}
     if ORIGINAL in scaling:
         return int(scaling["factor"] * scaling[ORIGINAL])
@@ -260,21 +263,30 @@ def longest(model: Model, config: str) -> int:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="launch.convert_hf", description="Weights of Hugging Face's folders, in and out."
+        prog="launch.convert_hf", description="Convert weights between Hugging Face folders and checkpoints."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    reading = commands.add_parser("import", help="a folder of safetensors into a checkpoint")
-    reading.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and model*.safetensors")
-    reading.add_argument("out", type=Path, metavar="CHECKPOINT", help="the folder to make")
-    writing = commands.add_parser("export", help="a checkpoint into a folder of safetensors")
-    writing.add_argument("source", type=Path, metavar="CHECKPOINT", help="of a run (checkpoints/step-N), or imported")
-    writing.add_argument("out", type=Path, metavar="FOLDER", help="the folder to make")
-    writing.add_argument("--dtype", choices=NAMES, help="of all tensors [that of the checkpoint: fp32 for a run's]")
-    writing.add_argument("--positions", type=count, help="the longest context that config.json claims [as trained]")
+    reading = commands.add_parser("import", help="convert a folder of safetensors into a checkpoint")
+    reading.add_argument("source", type=Path, metavar="FOLDER", help="folder with config.json and model*.safetensors")
+    reading.add_argument("out", type=Path, metavar="CHECKPOINT", help="folder to create")
+    writing = commands.add_parser("export", help="convert a checkpoint into a folder of safetensors")
+    writing.add_argument(
+        "source",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="checkpoint of a run (checkpoints/step-N), or an imported one",
+    )
+    writing.add_argument("out", type=Path, metavar="FOLDER", help="folder to create")
+    writing.add_argument(
+        "--dtype", choices=NAMES, help="dtype of all tensors [dtype of the checkpoint; a run saves fp32]"
+    )
+    writing.add_argument(
+        "--positions", type=count, help="longest context stated in config.json, in tokens [context of the training]"
+    )
     writing.add_argument(
         "--codes",
         action="store_true",
-        help="weights as the codes that the training forward multiplied (compressed-tensors)",
+        help="write weights as codes and scales, the same as in the training forward (compressed-tensors)",
     )
     options = parser.parse_args(arguments)
     if options.out.exists():

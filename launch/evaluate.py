@@ -32,7 +32,7 @@ from launch.weights import weights_only
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Result of an evaluation. loss: mean, in nats per token."""
+    """Result of an evaluation. loss: mean cross entropy, in nats per token; tokens: number of predicted tokens."""
 
     loss: float
     tokens: int
@@ -42,7 +42,8 @@ class Perplexity:
 
 
 def read_data(trained: Trained, path: Path) -> Data:
-    """Open the data of the model's config. Raises ValueError for data of another tokenizer."""
+    """Open `[data] path` of the config of `trained`. Raises ValueError if the checkpoint `path` was trained with another
+    tokenizer."""
     config = trained.config
     data = open_sources(config.data.path, config.architecture.vocab, config.data.validation)
     folder = str(data.train[0].path.parent)
@@ -52,7 +53,7 @@ def read_data(trained: Trained, path: Path) -> Data:
 
 @torch.no_grad()
 def perplexity(trained: Trained, data: Data, split: str, batches: int | None) -> Perplexity:
-    """Perplexity of the first `batches` global batches of a split, or of the complete split. Equal on all ranks."""
+    """Return the perplexity of the first `batches` global batches of a split; None: of all batches. Equal on all ranks."""
     train, batch = trained.config.train, trained.batch
     stream = TokenStream(
         getattr(data, split), split=split, sequence=train.sequence, global_batch=train.global_batch,
@@ -82,8 +83,8 @@ def perplexity(trained: Trained, data: Data, split: str, batches: int | None) ->
 
 
 def as_asked(trained: Trained, options: argparse.Namespace) -> Trained:
-    """Quantize the model as the command line requests. Static scales are calibrated on the first batches of the
-    training data."""
+    """Quantize the model as `--quantize` and `--mode` of the command line say. Static scales are calibrated on the first
+    `--calibration` batches of the training data."""
 
     def calibrate() -> None:
         perplexity(trained, read_data(trained, options.checkpoint), "train", options.calibration)

@@ -4,7 +4,7 @@
                               [--tokenizer tokenizer.json]
     python -m launch.generate CHECKPOINT --prompts FILE
 
-Several prompts are continued one after the other, so no text depends on another prompt. Under torchrun the ranks are
+Several prompts are continued one after the other, so no text depends on another prompt. Under torchrun all ranks are
 tensor-parallel. Keys and values are cached, so that each new token costs the forward of one token.
 The model uses the recipes of its training unless `--recipe` is given. `--profile FILE` traces ten tokens.
 """
@@ -40,8 +40,12 @@ PROFILED = 10  # tokens that --profile traces
 
 @dataclass(frozen=True)
 class Written:
-    """Generated text. tokens: int64 [B, prompt + continuation], equal on all ranks; seconds of reading the prompt and
-    of generating."""
+    """Result of `write`.
+
+    tokens    int64 [B, prompt + continuation], equal on all ranks
+    reading   seconds until the first new token was generated
+    writing   seconds for all further tokens
+    """
 
     tokens: Tensor
     reading: float
@@ -59,8 +63,8 @@ class Sampling:
 
     Args:
         temperature: 0 takes the most likely token; otherwise a token is drawn from softmax(logits / temperature).
-        top_k: Draw one of the k most likely tokens; 0: one of all tokens.
-        top_p: Draw one of the fewest tokens whose probabilities sum to at least p.
+        top_k: Draw only from the k most likely tokens; 0: from all tokens.
+        top_p: Draw only from the smallest set of most likely tokens whose probabilities sum to at least p.
         seed: Seed of the random numbers.
     Raises:
         ConfigError: A value is out of range, or top_k or top_p is set at temperature 0.
@@ -103,7 +107,8 @@ GREEDY = Sampling()
 
 
 class Writer:
-    """Continue a prompt. All ranks draw the same tokens, since random numbers and logits are equal."""
+    """Model with a key-value cache, which continues a prompt of at most `room` tokens including the continuation. All ranks
+    draw the same tokens, since random numbers and logits are equal."""
 
     def __init__(self, trained: Trained, room: int, sampling: Sampling = GREEDY) -> None:
         check_length(trained.config, room)
@@ -114,7 +119,7 @@ class Writer:
 
     @torch.no_grad()
     def next(self, tokens: Tensor) -> Tensor:
-        """Read tokens [B, S], and return the next tokens, int64 [B, 1]."""
+        """Append tokens [B, S] to the cached context, and return the next token of each sequence, int64 [B, 1]."""
         hidden = self.model.model(tokens, None, self.past)
         logits = whole(self.trained, self.model.lm_head(hidden[:, -1])).float()
         if self.sampling.temperature == 0:
@@ -124,7 +129,7 @@ class Writer:
 
 
 def whole(trained: Trained, logits: Tensor) -> Tensor:
-    """Gather logits [M, V/tp] to [M, V]."""
+    """Gather logits [M, V/tp] over tp, and return logits [M, V]."""
     group = trained.dims.group(TP)
     if group.size() == 1:
         return logits
@@ -134,7 +139,7 @@ def whole(trained: Trained, logits: Tensor) -> Tensor:
 
 
 def on_tp() -> Changes:
-    """Settings that make all ranks of this run tensor-parallel."""
+    """Return overrides of `[mesh]` with tp = number of ranks, and all other axes 1."""
     mesh = {TP: str(world_size()), DP_SHARD: "1", CP: "1", DP_REPLICATE: "1", "sequence_parallel": "false"}
     return [(f"mesh.{key}", value) for key, value in mesh.items()]
 
@@ -143,9 +148,10 @@ def write(
     trained: Trained, prompt: Tensor, count: int, sampling: Sampling = GREEDY, *, trace: Path | None = None,
     stop: int | None = None,
 ) -> Written:  # fmt: skip
-    """Write `count` tokens after prompt [B, S], equal on all ranks; fewer if each text has reached the token `stop`.
+    """Generate `count` tokens after prompt [B, S], equal on all ranks; fewer if every sequence has reached the token `stop`.
 
-    trace: file for a profile of the first tokens. Raises ValueError if the sliding window of attention is exceeded."""
+    trace: file for a profile of the first tokens. Raises ValueError if prompt and continuation exceed the sliding window of
+    attention."""
     writer = Writer(trained, prompt.shape[1] + count, sampling)
     began = time.perf_counter()
     tokens = [prompt.to(trained.device)]
@@ -172,7 +178,7 @@ def write(
 
 
 def text_after(found: Written, prompt: int, stop: int) -> list[int]:
-    """The tokens that follow the first of several prompts, which has this length, up to the token `stop`."""
+    """Return the new tokens of the first sequence, without `stop` and everything after it. `prompt`: length of the prompt."""
     tokens: list[int] = found.tokens[0, prompt:].tolist()
     return tokens[: tokens.index(stop)] if stop in tokens else tokens
 
@@ -183,8 +189,8 @@ def _wait(trained: Trained) -> None:
 
 
 def prompts_of(options: argparse.Namespace) -> list[Text]:
-    """Prompts of the command line, then prompts of a file. Raises ConfigError for text that is not UTF-8, and if there
-    is no prompt."""
+    """Return the prompts of `--prompt`, then those of the file `--prompts`. Raises ConfigError if a `--prompt` is not UTF-8,
+    or if the file does not exist or has no prompt."""
     given = options.prompt or []
     try:
         found = [("--prompt", text.encode()) for text in given]
@@ -206,8 +212,8 @@ def prompts_of(options: argparse.Namespace) -> list[Text]:
 
 
 def prompt_of(tokenizer: Tokenizer, text: Text) -> Tensor:
-    """Encode a prompt as int64 [1, S]. Raises ConfigError for a text without tokens, ValueError for bytes that are not
-    text."""
+    """Encode a prompt as int64 [1, S]. Raises ConfigError if the prompt has no tokens, ValueError if the tokenizer cannot
+    decode its bytes as text."""
     tokens = tokenizer.encode([text])[0][:-1]  # without the separator
     if len(tokens) == 0:
         raise ConfigError(f"{text[0]}: expected nonempty text")
@@ -229,12 +235,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="sampling temperature; 0: always the most likely token [0]"
     )
-    parser.add_argument("--top-k", type=int, default=0, help="draw one of the K most likely tokens; 0: one of all [0]")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the K most likely tokens; 0: from all [0]")
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
-        help="draw one of the fewest tokens whose probabilities sum to P; 1: one of all [1]",
+        help="draw from the smallest set of most likely tokens whose probabilities sum to at least P; 1: from all [1]",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling, restarted for each prompt [0]")
     add_options(parser)
@@ -269,7 +275,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def described(found: Written, prompt: Tensor, tokenizer: Tokenizer, asked: int) -> str:
-    """Format a text with one line about its generation. asked: maximum number of tokens."""
+    """Return prompt and continuation as text, and a line with the speed. asked: number of requested new tokens."""
     after = text_after(found, prompt.shape[1], tokenizer.separator)
     ended = f"; the text ended after {len(after)} tokens" if len(after) < asked else ""
     return f"{tokenizer.decode([*prompt[0].tolist(), *after])}\n{found.speed(prompt.shape[1])}{ended}"

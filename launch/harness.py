@@ -2,11 +2,10 @@
 
     python -m launch.harness CHECKPOINT --tasks hellaswag,arc_easy [--tokenizer tokenizer.json] [--limit 100]
 
-Under torchrun the ranks are tensor-parallel. The package downloads the data of its tasks, or reads its cache.
+Under torchrun all ranks are tensor-parallel. lm_eval downloads the data of the tasks, or reads its cache.
 
 The model reads at most `[train] sequence` tokens at once, the length of its training. Longer requests are treated as in
-lm_eval: a
-document is scored in windows (`rolling_windows`), and a context is truncated on the left.
+lm_eval: a document is scored in windows (`rolling_windows`), and a context is truncated on the left.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from launch.weights import weights_only
 
 @torch.no_grad()
 def score(trained: Trained, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-    """Log probability of `continuation` after the nonempty `context`, in nats, and whether each token of it is the most
-    likely token."""
+    """Return the log probability of `continuation` after the nonempty `context`, in nats, and whether every token of the
+    continuation is the most likely token at its position."""
     context, continuation = list(context), list(continuation)
     most = longest(trained)
     if len(continuation) > most:
@@ -54,15 +53,15 @@ def score(trained: Trained, context: Sequence[int], continuation: Sequence[int])
 
 
 def longest(trained: Trained) -> int:
-    """Maximum tokens that the model reads at once: the sequence length of its training."""
+    """Return the maximum number of tokens that the model reads at once: the sequence length of its training."""
     return trained.config.train.sequence
 
 
 def rolling_windows(text: Sequence[int], prefix: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
     """Split a document into (context, continuation) windows as lm_eval does with a context of one token.
 
-    Every token is scored once, in windows of at most `most` tokens. The first window follows `prefix`; the last window has the
-    longest context that fits."""
+    Every token is scored once, and each continuation has at most `most` tokens. The context of the first window is the token
+    `prefix`. If the last continuation is shorter, its context is longer by as many tokens."""
     for start in range(0, len(text), most):
         end = min(start + most, len(text))
         context = text[end - most - 1 : start] if start else [prefix]
@@ -70,7 +69,7 @@ def rolling_windows(text: Sequence[int], prefix: int, most: int) -> Iterator[tup
 
 
 def _remark_cut(trained: Trained) -> None:
-    """Log once that contexts are truncated."""
+    """Print once, on rank 0, that contexts are truncated."""
     sentence = f"contexts are truncated on the left to [train] sequence = {longest(trained)} tokens, as in lm_eval"
     if sentence not in trained.remarks:
         trained.remarks.append(sentence)
@@ -79,8 +78,7 @@ def _remark_cut(trained: Trained) -> None:
 
 
 def go_on(trained: Trained, tokenizer: Tokenizer, context: Sequence[int], asked: dict[str, Any]) -> str:
-    """Generate text after a context, up to the first of the strings in `until`; the most likely tokens if no
-    temperature is set."""
+    """Generate text after a context for a request `asked` of lm_eval, up to the first occurrence of a string in `until`."""
     count, until = int(asked.get("max_gen_toks", 256)), asked.get("until") or []
     most = longest(trained)
     if count >= most:
@@ -99,7 +97,7 @@ def go_on(trained: Trained, tokenizer: Tokenizer, context: Sequence[int], asked:
 
 
 def _sampling(asked: dict[str, Any]) -> Sampling:
-    """Sampling options of a request of lm_eval; the most likely tokens without do_sample."""
+    """Return the sampling options of a request of lm_eval; greedy if do_sample or the temperature is not set."""
     temperature = float(asked.get("temperature") or 0.0)
     if not (asked.get("do_sample") and temperature):
         return GREEDY
@@ -107,7 +105,7 @@ def _sampling(asked: dict[str, Any]) -> Sampling:
 
 
 def adapted(trained: Trained, tokenizer: Tokenizer) -> Any:
-    """Wrap the model as a model of lm_eval. Raises MissingPackage (a ValueError) if the package is not installed."""
+    """Wrap the model as a model of lm_eval. Raises MissingPackage (a ValueError) if lm_eval is not installed."""
     package = need("lm_eval.api.model", "lm_eval", "launch.harness")
 
     class Adapted(package.TemplateLM):  # type: ignore[name-defined]

@@ -2,9 +2,9 @@
 
     python -m launch.local [--ranks N] [CONFIG] [--section.key value ...]
 
-The number of ranks and tp are chosen so that mesh and batch fit; every deviation from the config is printed. Values on the
-command line (--ranks, --mesh.tp) are used or rejected, never changed. Settings are checked here, before any rank starts, so
-that a mistake is one sentence and not a report by torchrun.
+The number of ranks and tp are chosen so that mesh and global batch fit; a deviation from the config or from the number of
+devices is printed. Values on the command line (--ranks, --mesh.tp) are used or rejected, never changed. Settings are checked
+before any rank starts, so that a mistake is reported in one sentence and not as a failure report of torchrun.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ CPU_RANKS = 2
 
 
 def devices_here() -> tuple[int, str]:
-    """Number of ranks that this machine supports, and the device type."""
+    """Return the largest number of ranks on this machine (one per GPU, else up to `CPU_RANKS`), and the name of a device."""
     gpus = torch.cuda.device_count()
     return (gpus, "GPU") if gpus else (min(CPU_RANKS, os.cpu_count() or 1), "CPU core")
 
 
 def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) -> Iterator[str]:
-    """Lines about deviations of the run from the machine or the config."""
+    """Yield lines about unused devices, and about a tp other than in the config. `chosen`: (ranks, tp)."""
     ranks, tp = chosen
     if ranks != devices:
         batch = config.train.global_batch
@@ -54,8 +54,8 @@ def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) ->
 
 
 def check_here(config: Config) -> None:
-    """Raise ValueError for errors that the ranks of this machine would raise: a setting for another device, a missing package,
-    missing data, or an invalid checkpoint."""
+    """Raise ValueError for errors that the ranks would raise: a setting for another device, a missing package, missing data,
+    or an invalid checkpoint."""
     check_device(config, "cuda" if torch.cuda.is_available() else "cpu")
     metric_sinks.check(config.run.metrics)
     open_sources(config.data.path, config.architecture.vocab, config.data.validation)
@@ -66,8 +66,8 @@ def check_here(config: Config) -> None:
 
 
 def train(ranks: int, arguments: Sequence[str]) -> int:
-    """Run `launch.train` on this number of ranks of this machine, and return the exit code: 128 + signal number if a signal
-    stopped torchrun, 1 if a rank failed."""
+    """Run `launch.train` on `ranks` ranks of this machine, and return the exit code: 0, 128 + signal number if a signal
+    stopped torchrun, or 1 if a rank failed."""
     meet_on_loopback()
     meeting = [f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={HOST}", "--nnodes=1"]
     command = [*meeting, f"--nproc-per-node={ranks}", "-m", "launch.train", *arguments]

@@ -1,11 +1,11 @@
-"""Measure the speeds of this GPU from which `--plan` and `launch.advise` predict seconds per step.
+"""Measure speeds of this GPU; `launch.train --plan` and `launch.advise` predict seconds per step from these speeds.
 
     python -m launch.measure --board h100 --overlap-table h100-2.json --out launch/estimate/tables/h100.json
-    torchrun --nproc-per-node 2 -m launch.measure ...     the same, and the bandwidth of NCCL between the ranks
+    torchrun --nproc-per-node 2 -m launch.measure ...     also measures the bandwidth of NCCL between the ranks
 
-Measure a table with `python -m dlp.parallel.tune` first: it holds the times of GEMMs and of mapped memory. This program adds
-the bandwidth of pointwise kernels, of AdamW and of the gradient norm, causal attention forward and backward, the gap
-between two kernels of a CUDA graph, and the share of its speed that a GEMM keeps under a steady load.
+First write the overlap table with `python -m dlp.parallel.tune`; that table holds the times of GEMMs and of mapped memory. This
+program adds the bandwidth of pointwise kernels, of AdamW and of the gradient norm, the speed of causal attention in forward and
+backward, the gap between two kernels of a CUDA graph, and the speed of a GEMM under a steady load relative to a short burst.
 """
 
 from __future__ import annotations
@@ -32,23 +32,22 @@ from launch.common.devices import BOARDS
 
 MEGABYTE = 2**20
 LARGE = 1024 * MEGABYTE  # bytes of the tensors that bandwidths are measured on
-# Batch, sequence, heads, head_dim
+# Shapes of attention: batch, sequence, heads, head_dim
 SHAPES = (
     (2, 4096, 32, 64),
     (1, 8192, 32, 64),
     (2, 4096, 16, 128),
     (1, 8192, 16, 128),
 )
-KERNELS = 200  # kernels in the graph whose gaps are measured
-GEMM, BURST = 8192, 8  # rows of a square bf16 GEMM, GEMMs of a measurement
-PAUSE, LOAD = 1.0, 3.0  # seconds without work before a burst, seconds of GEMMs before the measurement under load
-# Derived from complete runs of llama3_1b on two H200 (bench/results/predict.json); a short program cannot measure
-# these.
+KERNELS = 200  # kernels in the CUDA graph of `kernel_gap`
+GEMM, BURST = 8192, 8  # M = N = K of the bf16 GEMM in `sustained`; number of GEMMs per measurement
+PAUSE, LOAD = 1.0, 3.0  # seconds without work before the burst; seconds of GEMMs before the measurement under load
+# Entries derived from training runs of llama3_1b on two H200 (bench/results/predict.json); this program cannot measure them.
 FROM_RUNS = {"replay": 0.8e-3, "host": 6e-5, "host_collective": 1.7e-4, "host_spread": 1.5, "nccl_slowdown": 0.05}
 
 
 def seconds_of(run: Callable[[], object], device: str) -> float:
-    """Seconds of a run: device time on a GPU, else wall time, so that this program can be tried without a GPU."""
+    """Return the seconds of one call of `run`: device time on a GPU; wall time on a CPU, for tests without a GPU."""
     if device == "cuda":
         return timing.device_ms(run, 4) * 1e-3
     run()
@@ -58,14 +57,14 @@ def seconds_of(run: Callable[[], object], device: str) -> float:
 
 
 def memory_bandwidth(device: str, nbytes: int) -> float:
-    """Bytes per second of x + y in bf16: two reads and one write."""
+    """Return the bytes per second of x + y in bf16, counting two reads and one write of `nbytes` each."""
     x, y = (torch.ones(nbytes // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(x)
     return 3 * nbytes / seconds_of(lambda: torch.add(x, y, out=out), device)
 
 
 def optimizer_bandwidths(device: str, nbytes: int) -> tuple[float, float]:
-    """Bytes per second of torch's fused AdamW (28 per element) and of the gradient norm (4 per element)."""
+    """Return the bytes per second of torch's fused AdamW (28 bytes per element) and of the gradient norm (4 per element)."""
     parameters = [torch.zeros(nbytes // 64, device=device, requires_grad=True) for _ in range(16)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -78,7 +77,7 @@ def optimizer_bandwidths(device: str, nbytes: int) -> tuple[float, float]:
 
 
 def attention_rate(device: str, batch: int, sequence: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """Operations per second of causal attention; backward counts 2.5 times the operations of forward."""
+    """Return the FLOP/s of causal attention in forward and backward; backward counts 2.5 times the operations of forward."""
     shape = batch, heads, sequence, head_dim
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
     dy = torch.randn(shape, dtype=torch.bfloat16, device=device)
@@ -96,7 +95,7 @@ def attention_rate(device: str, batch: int, sequence: int, heads: int, head_dim:
 
 
 def kernel_gap(device: str) -> float:
-    """Seconds from one small kernel of a CUDA graph to the next."""
+    """Return the seconds per small kernel in a CUDA graph of small kernels; on a CPU, without a graph."""
     x = torch.ones(1024, device=device)
 
     def launches() -> None:
@@ -114,7 +113,7 @@ def kernel_gap(device: str) -> float:
 
 
 def sustained(device: str) -> float:
-    """Speed of a bf16 GEMM after LOAD seconds of GEMMs, as a share of its speed after a pause; at most 1, and 1 on a CPU."""
+    """Return the speed of a bf16 GEMM after LOAD seconds of GEMMs, divided by its speed after a pause, at most 1; 1 on CPUs."""
     if device != "cuda":
         return 1.0
     a, b = (torch.randn(GEMM, GEMM, device=device).bfloat16() for _ in range(2))
@@ -133,7 +132,7 @@ def sustained(device: str) -> float:
 
 
 def nccl_bandwidth(device: str, nbytes: int) -> float:
-    """Bytes per second that a rank sends in an all-gather of NCCL."""
+    """Return the bytes per second that a rank sends to the other ranks in an all-gather of NCCL."""
     own = torch.ones(nbytes // world_size(), dtype=torch.uint8, device=device)
     out = torch.empty(own.numel() * world_size(), dtype=torch.uint8, device=device)
     seconds = seconds_of(lambda: dist.all_gather_into_tensor(out, own), device)
@@ -141,7 +140,7 @@ def nccl_bandwidth(device: str, nbytes: int) -> float:
 
 
 def measure(board: str, overlap_table: str, device: str, nbytes: int = LARGE) -> dict[str, Any]:
-    """The entries of a file of `launch/estimate/tables`."""
+    """Return the content of a file of `launch/estimate/tables`."""
     update, norm = optimizer_bandwidths(device, nbytes)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     shapes = SHAPES if device == "cuda" else [(1, 64, 2, 16)]
@@ -166,7 +165,9 @@ def measure(board: str, overlap_table: str, device: str, nbytes: int = LARGE) ->
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.measure", description="Measure the speeds of this GPU.")
-    parser.add_argument("--board", choices=sorted(BOARDS), required=True, help="name of the board in --plan --device")
+    parser.add_argument(
+        "--board", choices=sorted(BOARDS), required=True, help="kind of GPU, named as in --plan --device"
+    )
     parser.add_argument(
         "--overlap-table", required=True, help="name of a file in dlp/parallel/tables, written by dlp.parallel.tune"
     )

@@ -1,7 +1,7 @@
-"""Draw loss, gradient norm, learning rate and throughput of one run, or of several runs in one picture.
+"""Draw loss, gradient norm, learning rate and throughput of one or more runs into one picture.
 
 python -m launch.plot RUN [RUN ...] --out FILE.png
-python -m launch.plot RUN --stats --out FILE.png       the statistics of its casts (launch/report/cast_statistics_plot.py)
+python -m launch.plot RUN --stats --out FILE.png       draws the cast statistics of one run (report/cast_statistics_plot.py)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from launch.report.plots import read_run, write_plot
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.plot", description="Draw the metrics of runs into one picture.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="picture to write (PNG)")
     parser.add_argument("--stats", action="store_true", help="draw the statistics of the casts of one run")
     options = parser.parse_args(arguments)

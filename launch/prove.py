@@ -3,9 +3,9 @@
     python -m launch.prove [CONFIG] [--meshes tp2 tp2+sp dp2 ...] [--steps N] [--exact] [--layers N] [--width N]
                            [--section.key value ...]
 
-The model is shrunk: `--layers` blocks, a hidden size of `--width`, and the other sizes in proportion; kv_heads stay, so that
-the same tp sizes are possible as in the full model. Tokens are random. The exit code is 0 if every mesh computes what one rank
-computes, else 1.
+The model is shrunk to `--layers` blocks, hidden size `--width`, and other sizes in proportion; kv_heads is unchanged, so that
+the shrunk model allows the same tp sizes as the full model. Tokens are random. The exit code is 0 if the tensors of every mesh
+agree with those of one rank (within bounds, or bitwise with `--exact`), else 1.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from launch.training.step_update import Update
 from launch.training.wire_bytes import planned, workload
 
 LAYERS, WIDTH, VOCABULARY = 4, 256, 512
-SEQUENCES, TOKENS, STEPS = 8, 64, 3  # seeds of a step, of a sequence, of a run
+SEQUENCES, TOKENS, STEPS = 8, 64, 3  # sequences per step, largest number of tokens per sequence, optimizer steps
 
 
 class Size(NamedTuple):
-    """Sizes to which a config is shrunk; None: the config is not shrunk."""
+    """Number of blocks and hidden size of the shrunk model; None: the value of the config."""
 
     layers: int | None = LAYERS
     width: int | None = WIDTH
 
 
 def shrunk(model: Model, size: Size) -> Model:
-    """The model with fewer blocks and smaller widths in the same proportions. ffn stays a multiple of 128 and head_dim of 16,
-    kv_heads stay."""
+    """Return the model settings with fewer blocks and smaller widths in about the same proportions. ffn becomes a multiple of
+    256 and head_dim a multiple of 16; kv_heads is unchanged."""
     layers = min(size.layers or model.layers, model.layers)
     width = size.width or model.hidden
     if width >= model.hidden:
@@ -65,7 +65,8 @@ def shrunk(model: Model, size: Size) -> Model:
 
 
 def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, list[str]]:
-    """Return the config in the form in which it can be proved, and a sentence for each setting that differs."""
+    """Return the config that `dlp.prove` runs, shrunk and without settings that it does not support, and a sentence about
+    each such setting."""
     changes: dict[str, Any] = {"micro_batch": -1, "global_batch": SEQUENCES, "init_from": None}
     changes["sequence"] = min(config.train.sequence, TOKENS)
     remarks = []
@@ -85,7 +86,7 @@ def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, l
     if exact:
         changes |= {"invariant": True, "reduce_gradients": "auto", "sentinel": 0, "main_grads": "off", "ledger": "off"}
         mesh = replace(mesh, grad_wire="auto")
-        remarks.append("[train] invariant = true: only then can meshes have equal bits")
+        remarks.append("[train] invariant = true: bitwise equality between meshes requires invariant mode")
     model = shrunk(config.family, size)
     if model.fused:
         model = replace(model, fused=False)
@@ -103,8 +104,11 @@ def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, l
 
 
 def with_blocks_for_groups(config: Config, most: int) -> Config:
-    """The config with 0, 1, 2, 4, 8, ... further blocks, at most `most` in all, the first for which each layer group has a
-    layer; the config itself if there is none, or if it has all blocks."""
+    """Return the config with enough blocks that every layer group matches a layer.
+
+    Tries 0, 1, 2, 4, 8, ... additional blocks, up to `most` blocks in total. If no number suffices, the config is returned
+    unchanged.
+    """
     least = config.family.layers
     if least == most:
         return config
@@ -112,14 +116,14 @@ def with_blocks_for_groups(config: Config, most: int) -> Config:
         enlarged = replace(config, model=replace(config.family, layers=layers))
         try:
             plan_for(enlarged, 1, "cpu")
-        except ValueError:  # which the proof raises again
+        except ValueError:  # if all sizes fail, `dlp.prove` raises the error again
             continue
         return enlarged
     return config
 
 
 class _Updating:
-    """The update of the training loop as an optimizer whose step returns the gradient norm."""
+    """Adapter from `Update` of the training loop to an optimizer; `step()` returns the gradient norm."""
 
     def __init__(self, update: Update, optimizer: Optimizer) -> None:
         self._update, self.zero_grad = update, optimizer.zero_grad
@@ -129,7 +133,7 @@ class _Updating:
 
 
 def on_mesh(config: Config, mesh: DeviceMesh, case: MeshCase) -> Config:
-    """The config with the sizes of a mesh and its microbatches."""
+    """Return the config with the axis sizes of `mesh`, and the microbatch and sequence parallelism of `case`."""
     micro = config.train.global_batch // case.pieces
     asked = replace(
         config.mesh, **ParallelDims.from_mesh(mesh).sizes, sequence_parallel=case.sequence_parallel  # type: ignore[arg-type]
@@ -140,7 +144,7 @@ def on_mesh(config: Config, mesh: DeviceMesh, case: MeshCase) -> Config:
 
 
 def model_on(config: Config, mesh: DeviceMesh, case: MeshCase) -> tuple[Any, _Updating]:
-    """The model that the training loop would build on this mesh."""
+    """Build the model and the optimizer as the training loop does on this mesh."""
     here = on_mesh(config, mesh, case)
     device = (
         torch.device(mesh.device_type, torch.cuda.current_device())
@@ -152,14 +156,15 @@ def model_on(config: Config, mesh: DeviceMesh, case: MeshCase) -> tuple[Any, _Up
 
 
 def tokens_of(config: Config, step: int) -> Tensor:
-    """Random tokens [B, S + 1] of a step."""
+    """Return the random tokens [B, S + 1] of a step, equal on all ranks and meshes."""
     generator = torch.Generator().manual_seed(config.train.seed + step)
     shape = (config.train.global_batch, config.train.sequence + 1)
     return torch.randint(0, config.family.vocab, shape, generator=generator)
 
 
 def loss(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's share of the mean loss of a microbatch, as in the training loop: ranks of cp have different tokens."""
+    """Return this rank's share of the mean loss of a microbatch, as in the training loop: the sum over the tokens of this cp
+    rank, divided by the number of tokens over all cp ranks."""
     tokens, targets = map(dlp.Context.of(mesh).split, (batch[:, :-1], batch[:, 1:]))
     z_loss, invariant = config.train.z_loss, config.train.invariant
     total = dlp.cross_entropy(model(tokens), targets.reshape(-1), mesh, z_loss=z_loss, invariant=invariant)
@@ -167,8 +172,8 @@ def loss(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Traffic:
-    """Bytes that a rank sends in a step according to the plan. Besides these, this program only reduces the gradient
-    norm."""
+    """Return the bytes that a rank sends in a step according to the plan, including the all-reduce of the gradient norm, which
+    is one number."""
     here, dims = on_mesh(config, mesh, case), ParallelDims.from_mesh(mesh)
     load = workload(here, mesh.size(), 1)
     load = replace(load, dp_shard_rank=dims.rank(dims.shard_axis), dtypes=activation_dtypes(model))
@@ -176,7 +181,7 @@ def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Tr
 
 
 def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
-    """The meshes that fit this model and batch. Raises ValueError for a named mesh that does not fit."""
+    """Yield the names of the meshes. Raises ValueError if a mesh does not divide the sizes of the model or the sequence."""
     model = config.family
     for name in meshes:
         case = MeshCase.parse(name)
@@ -195,7 +200,7 @@ def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
 
 
 def prove_config(config: Config, meshes: Sequence[str], *, steps: int = STEPS, exact: bool = False) -> Report:
-    """Run `dlp.prove` for a config; see `provable`."""
+    """Run `dlp.prove` for a config that `provable` has returned."""
     names = list(fitting(meshes, config))
     build_model, batch = partial(model_on, config), partial(tokens_of, config)
     wire = None if config.train.invariant else partial(bytes_of, config)
@@ -205,8 +210,8 @@ def prove_config(config: Config, meshes: Sequence[str], *, steps: int = STEPS, e
 def main(arguments: Sequence[str]) -> int:
     parser = make_parser(
         "launch.prove",
-        "Compare training steps on meshes with one rank, tensor by tensor. The exit code is 0 if every mesh computes what one "
-        "rank computes, else 1.",
+        "Compare training steps on meshes with steps on one rank, tensor by tensor. The exit code is 0 if all tensors agree, "
+        "else 1.",
     )
     parser.add_argument(
         "--meshes",
@@ -222,7 +227,9 @@ def main(arguments: Sequence[str]) -> int:
         help=f"optimizer steps; bytes are counted from the third step on [{STEPS}]",
     )
     parser.add_argument(
-        "--exact", action="store_true", help="require equal bits, in invariant mode; default: within bounds"
+        "--exact",
+        action="store_true",
+        help="require bitwise equality, in invariant mode; default: agreement within bounds",
     )
     parser.add_argument("--layers", type=count, default=LAYERS, help=f"blocks of the shrunk model [{LAYERS}]")
     parser.add_argument("--width", type=count, default=WIDTH, help=f"hidden size of the shrunk model [{WIDTH}]")

@@ -2,8 +2,8 @@
 
     settings ─► mesh ─► run directory ─► model ─► data, checkpoint ─► the loop (trainer.py)
 
-A run that cannot work is refused before the first step, with one sentence. Without torchrun there is one rank, and tp is
-chosen to fit that rank; `--plan` and `--print-config` start no ranks.
+An invalid config is refused before the first step, with one sentence. Without torchrun the process is the only rank, and
+trains with tp = 1; `--plan` and `--print-config` start no ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from launch.training.trainer import NotFinite, Trainer
 
 
 def plan_text(config: Config, world: int, device: str, timeline: Path | None = None) -> str:
-    """Return mesh, layer plan, memory, wire and predicted time for any number of ranks, without starting them.
+    """Return the text of `--plan`: mesh, layer plan, memory, bytes sent and predicted time. No rank is started.
 
     Args:
         config: The config.
@@ -103,7 +103,7 @@ def plan_text(config: Config, world: int, device: str, timeline: Path | None = N
 
 
 def make_mesh(config: Config) -> DeviceMesh:
-    """The config's mesh over the ranks of this run. Raises ValueError before any rank waits for another rank."""
+    """Build the mesh of the config over the ranks of this run. Raises ValueError before any rank waits for another rank."""
     validate_world(config, world_size())
     check_restarts(config)
     if config.train.deterministic:
@@ -126,8 +126,8 @@ def check_restarts(config: Config) -> None:
 
 
 def predict_here(config: Config, built: Built, mesh: DeviceMesh, run: RunDir) -> float | None:
-    """Predicted seconds of a step on this GPU, written to the log; None without a prediction. The log warns of a step that
-    needs more memory than the GPU has."""
+    """Log and return the predicted seconds of a step on this GPU; None if no prediction is possible, with the reason in the
+    log. Also log a warning if the predicted memory exceeds the memory of the GPU."""
     board = board_of(torch.cuda.get_device_name()) or mesh.device_type
     expected = planned(config, mesh.size(), board, built.plan)
     if too_large := exceeded(config, mesh.size(), board, expected):
@@ -138,8 +138,8 @@ def predict_here(config: Config, built: Built, mesh: DeviceMesh, run: RunDir) ->
 
 
 def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, int]:
-    """Create the trainer, and return it with the number of completed steps. Raises ValueError for a run that does not
-    fit."""
+    """Build the trainer and load its checkpoint, if there is one. Returns the trainer and the number of completed steps.
+    Raises ValueError for an invalid config or checkpoint."""
     run = RunDir(Path(config.run.dir))
     with run.logged():
         device = (
@@ -162,7 +162,7 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         for line in (*slow, *gradients, *averages, *map(str, built.swaps), describe_saves(config.checkpoint)):
             run.say(line)
         trainer = Trainer(config, built, run, stop)
-        if device.type == "cuda" and run.leader:  # only the leader compares, and no rank waits for another rank here
+        if device.type == "cuda" and run.leader:  # only rank 0 logs the prediction; the call has no collectives
             trainer.recorder.predicted = predict_here(config, built, mesh, run)
         done = trainer.resume()
         if not trainer.starts_a_lineage:
@@ -176,7 +176,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
 
 
 def train(config: Config) -> None:
-    """Run the training on this rank, and handle every kind of end."""
+    """Run the training on this rank. Errors that a user can correct end the process with one sentence, a lost peer or an
+    out-of-memory error with the current step."""
     stop = StopFlag(waits=partial(within, READING, transport.waits))
     stop.watch()
     try:
@@ -211,7 +212,8 @@ def train(config: Config) -> None:
 
 
 def watch_for_hangs(config: Config, stop: StopFlag) -> HangWatch:
-    """Start to watch the ranks of this run, with a separate connection to the store."""
+    """Start the thread that ends the run after `[run] hang_after` seconds without progress on any rank. The thread has a
+    separate connection to the store."""
     after = config.run.hang_after
     store = dist.PrefixStore("launch", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
     watch = HangWatch(
@@ -226,21 +228,21 @@ def watch_for_hangs(config: Config, stop: StopFlag) -> HangWatch:
 
 
 def said(error: OSError) -> str:
-    """Describe an error about a file or folder that cannot be read or written, in one sentence."""
+    """Return the message of an OSError: file name and reason."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
 def lost_peer(error: RuntimeError) -> bool:
-    """Whether a collective failed. Errors of gloo can be recognized only by their text."""
+    """Return whether the error is a failed collective. Errors of gloo can be recognized only by their text."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 @record
 def main() -> None:
-    parser = make_parser("launch.train", "Pretrains a Llama, tensor-, sequence- and FSDP-parallel, in low precision.")
-    parser.add_argument("--plan", action="store_true", help="print mesh and layer plan and stop; starts no ranks")
-    parser.add_argument("--world", type=count, help="with --plan: the number of ranks [8]")
-    parser.add_argument("--device", choices=NAMES, help="with --plan: a kind of device, or a board [this one's]")
+    parser = make_parser("launch.train", "Pretrains a model, tensor-, sequence- and FSDP-parallel, in low precision.")
+    parser.add_argument("--plan", action="store_true", help="print the plan and exit; starts no ranks")
+    parser.add_argument("--world", type=count, help="with --plan: number of ranks [8]")
+    parser.add_argument("--device", choices=NAMES, help="with --plan: kind of device, or GPU by name [this machine's]")
     parser.add_argument(
         "--timeline", type=Path, help="with --plan: write the predicted schedule, FILE.png or FILE.json (Perfetto)"
     )
@@ -248,7 +250,7 @@ def main() -> None:
         options, config = command_line(parser, sys.argv[1:])
         if not options.plan and (options.world or options.device or options.timeline):
             raise ConfigError(
-                "--world, --device, --timeline: expected with --plan alone; a run takes the ranks that torchrun starts"
+                "--world, --device, --timeline: expected only with --plan; leave them out: torchrun decides the ranks of a run"
             )
         here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
         plan = ""
@@ -264,7 +266,7 @@ def main() -> None:
     else:
         print(*remarks, sep="\n", end="\n" * bool(remarks), flush=True)
         train(config)
-        leave(0)  # the normal exit of the interpreter takes seconds, for which torchrun would wait
+        leave(0)  # the normal exit of the interpreter takes seconds, and torchrun would wait for it
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Cases of the tests. Recipes are found by listing the folder of recipes, so a new recipe is tested without a change here.
+"""Cases of the tests. Recipes are read from the folder of recipes, so a new recipe is tested without a change to this
+file.
 
-Two kinds of data. `gauss` is what training looks like: results of a sharded and an unsharded layer differ by the rounding
-of sums that cross ranks, and by scales that belong to other shards; the bound is the recipe's own error, measured on
-the spot, so it needs no table. `lattice` holds only +-1 and +-2, one of each in every 2 x 2 square: every scale is the
-same wherever a shard is cut, and every product and sum is exact, so where no sum crosses ranks the bits must be equal.
+Two kinds of data. `gauss` is what training looks like: results of a sharded and an unsharded layer differ by the
+rounding of sums over ranks, and by scales that are computed from a shard instead of the full tensor. The bound on this
+difference is the error of the recipe against high precision, measured in the same test. `lattice` holds only +-1 and
++-2, one of each in every 2 x 2 square: the scales do not depend on the sharding, and every product and sum is exact.
+Results that are not sums over ranks must therefore have equal bits.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ KINDS = ("bf16", *FOUR)
 
 
 def few(cases: Iterable[Any], kinds: Sequence[str] = KINDS) -> list[Any]:
-    """Mark the cases that only `--all-cases` runs: cases that name a recipe, none of which is in `kinds`."""
+    """Mark the cases that only `--all-cases` runs: cases that name recipes, but no recipe in `kinds`."""
     found = []
     for case in cases:
         if isinstance(case, ParameterSet):  # `nightly`
@@ -46,7 +48,7 @@ def few(cases: Iterable[Any], kinds: Sequence[str] = KINDS) -> list[Any]:
 
 
 def nightly(*values: Any, id: str | None = None) -> Any:
-    """Case that only `--all-cases` runs, because another case of the same test stands for this case."""
+    """Case that only `--all-cases` runs, because another case of the same test covers the same code."""
     return pytest.param(*values, marks=pytest.mark.full, id=id)
 
 

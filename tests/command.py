@@ -30,7 +30,7 @@ def command(module: str, *arguments: str) -> Done:
         warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except SystemExit as left:  # handled as the interpreter handles it
+        except SystemExit as left:  # the exit code is what the interpreter would return
             code = left.code if isinstance(left.code, int) else int(left.code is not None)
             err.write(f"{left.code}\n" if isinstance(left.code, str) else "")
     return Done(code, out.getvalue(), err.getvalue())

@@ -7,21 +7,23 @@
     @pytest.mark.parametrize("world", [2, 4])              # a parameter of this name counts as the mark
     def test_sums(ranks, world): ...
 
-A run covers the cases of each test; `--all-cases` runs all of them, as `make test-all`, `make multigpu` and `make gpu-test` do:
+A run leaves out cases that other cases cover. `--all-cases` (as in `make test-all`, `make multigpu`, `make gpu-test`)
+runs all:
 
-    several decorators `parametrize`   without ranks each two rows of different decorators meet in one case; with ranks, where
-                                       a case costs a second and not milliseconds, each row of a decorator is in one case
-    @pytest.mark.full, or `nightly`,   left out: cases of one decorator that another case of the decorator represents, such as
-    `few` and `of_these` of            recipes with the same granularity of scales, or 4 ranks where 2 ranks run the same code
+    several decorators `parametrize`   without ranks: every pair of rows of two decorators is in some case that runs;
+                                       with ranks, where a case takes a second: every row is in some case that runs
+    @pytest.mark.full, or `nightly`,   cases that do not run by default, because another case of the decorator covers the same
+    `few` and `of_these` of            code, such as recipes with the same granularity of scales, or 4 ranks in addition to 2
     tests/cases.py
-    hypothesis                         10 examples of each case, with `--all-cases` 25
+    hypothesis                         10 examples of each case; 25 with `--all-cases`
 
-The choice is the same in every run. One decorator alone is never thinned: a list that somebody wrote is run as it is.
+The choice is the same in every run. If a test has only one decorator `parametrize`, all rows of the decorator run.
 
-Ranks are gloo processes on the CPU; with `--device cuda` they are NCCL processes with one GPU each, with `--share-gpu` as well
-they share one (tests/shared_gpu.py). With pytest-xdist (`-n 2 --dist loadfile --no-loadscope-reorder`) a worker takes file by
-file, so that what tests of a file share is made once, those that take long first. Each worker has pools of its own: half of the
-suite's time is spent on 2 ranks, more than one worker's part.
+Ranks are gloo processes on the CPU. With `--device cuda`, ranks are NCCL processes with one GPU each; with
+`--share-gpu` in addition, all ranks use the same GPU (tests/shared_gpu.py). With pytest-xdist (`-n 2 --dist loadfile
+--no-loadscope-reorder`) a worker of xdist runs complete files, so that fixtures of a file are created once, and starts
+with the slow files. Each worker of xdist has separate pools of ranks, so that two workers can run tests on 2 ranks at
+the same time.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ import torch.distributed as dist
 from tests.pool import Pool, collect_garbage_seldom
 
 pytest.register_assert_rewrite("tests.metrics")
-torch.set_num_threads(1)  # workers set this too, so that both sum in the same order
+torch.set_num_threads(1)  # the processes of ranks do the same, so that sums have the same order here and there
 
-if importlib.util.find_spec("hypothesis"):  # the tests that run on GPUs do without it
+if importlib.util.find_spec("hypothesis"):  # tests on GPUs do not need hypothesis
     from hypothesis import settings
 
     settings.register_profile("default run", deadline=None, max_examples=10, derandomize=True)
@@ -94,15 +96,15 @@ def world_of(item: pytest.Item) -> int:
 
 
 def met_by(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
-    """Return the values of the parameters of a case, as single values and in pairs."""
+    """Return all parameter values of a case, and all pairs of these values."""
     callspec = getattr(item, "callspec", None)
     values = [(name, repr(value)) for name, value in sorted(callspec.params.items())] if callspec else []
     return {*combinations(values, 1), *combinations(values, 2)}
 
 
 def rows_of(item: pytest.Item, strength: int) -> set[tuple[tuple[str, str], ...]]:
-    """Return the rows of the `parametrize` decorators that a case combines, as single rows and, for strength 2, in
-    pairs."""
+    """Return the rows of the `parametrize` decorators that a case combines; for strength 2, also all pairs of these
+    rows."""
     callspec = getattr(item, "callspec", None)
     params = dict(callspec.params) if callspec else {}
     rows = []
@@ -138,9 +140,8 @@ def thinned(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def covering(items: Sequence[pytest.Item], least: int) -> list[pytest.Item]:
-    """Choose at least `count` cases of one test, and enough cases to contain every value of every parameter. Each
-    choice takes the case with the most values and pairs of values that no earlier choice contains, and the first case
-    if several are equal."""
+    """Choose at least `least` cases of one test, and enough cases to contain every value of every parameter. The greedy
+    choice takes the case with the most values and pairs of values that no chosen case contains yet."""
     left = {i: met_by(item) for i, item in enumerate(items)}
     if least == 1 and all(len(met) < 2 for met in left.values()) and len(set().union(*left.values())) == len(items):
         return list(items)  # each case has a value that no other case has
@@ -160,7 +161,8 @@ def some_cases(items: Sequence[pytest.Item], cases: int) -> list[pytest.Item]:
 
 
 def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Choose the tests of a daily run (`--fast`)."""
+    """Choose the tests of a run with `--fast`: tests without the mark `slow`. Of a test with ranks one case on at most
+    two ranks runs; of other tests, enough cases to contain every parameter value."""
     quick = [item for item in items if item.get_closest_marker("slow") is None]
     first = {item.nodeid.partition("[")[0]: item for item in reversed(quick) if 0 < world_of(item) <= 2}
     kept = {*some_cases([item for item in quick if not world_of(item)], 1), *first.values()}
@@ -258,7 +260,7 @@ def ranks(
         if device_type == "cuda" and not share_gpu and world > torch.cuda.device_count():
             pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
         asked = pools.setdefault(world, Pool(world, device_type, share_gpu))
-        if world not in used:  # jobs of one test share a state
+        if world not in used:  # the jobs of one test run in the same workers
             used.add(world)
             asked.refresh()
         return asked

@@ -76,8 +76,8 @@ def scalar(address: int) -> Tensor | None:
 
 
 def of_jobs(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Kernel for one job with the given packed arguments, or for `count` jobs in a table at the address `many`
-    (`cuda._table`)."""
+    """Wrap the kernel of one job: run the job in `words` or, if `many` is not 0, the `count` jobs in the table at
+    address `many` (`cuda._table`)."""
 
     @wraps(kernel)
     def run(words: Sequence[int], many: int, count: int, items: int, *more: Any) -> None:
@@ -140,8 +140,8 @@ class Plan:
 
 
 class Program:
-    """Captured launches as in csrc/program.cpp: an argument that csrc declares as an address points into some tensor,
-    and is updated if this tensor moves."""
+    """Captured launches as in csrc/program.cpp. `run` updates each argument that csrc declares as an address, if the
+    tensor at this address has moved since the recording."""
 
     def __init__(self, steps: Any, memory: Sequence[tuple[int, int, int, int]], bases: int) -> None:
         self.steps, self.memory, self.bases, self.runs = list(steps), list(memory), bases, 0
@@ -163,7 +163,7 @@ class Program:
         for address, size, base, offset in self.memory:
             if address <= value < address + size:
                 return value if base < 0 else bases[base] + value - address + offset
-        raise ValueError(f"nobody declared {value}")
+        raise ValueError(f"{value} was not declared")
 
 
 class Module:
@@ -330,7 +330,7 @@ class Module:
 
     @staticmethod
     def _of_gradients(words: Any, *jobs: Any) -> Iterator[tuple[int, ...]]:
-        """The packed arguments of each job, with a gradient as the matrix."""
+        """Yield the packed arguments of each job, with the computed gradient as the input matrix."""
         for job, x in zip(jobs, Module._gradients(words, False), strict=True):
             yield (x.data_ptr(), *x.shape, x.stride(0), *job[4:])
 
@@ -453,7 +453,7 @@ def emulation(module: Any = Module, *, kind: str = "sm_90", batches: bool = Fals
 
     Args:
         kind: the architecture of the device. The scales of an "sm_100" are compact, as those of the references.
-        batches: whether casts of many matrices are one launch.
+        batches: whether the device can cast many matrices in one launch.
     """
     space = torch.empty(ALIGNMENT, dtype=torch.uint8)
     patches: list[tuple[Any, str, Any]] = [
@@ -466,7 +466,7 @@ def emulation(module: Any = Module, *, kind: str = "sm_90", batches: bool = Fals
         (transport, "_OF_GROUP", {}),
         (captured, "ALIGNMENT", ALIGNMENT), (function, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip
-    from tests.emulated_casts import CASTS  # the file reads memory with `at`
+    from tests.emulated_casts import CASTS  # imported here because emulated_casts imports this module
 
     for name, step in {**STEPS, **CASTS}.items():
         patches.append((Module, name, step))

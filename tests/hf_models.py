@@ -17,14 +17,14 @@ SMALL: dict[str, Any] = {
 
 
 def small(config_class: type, **more: Any) -> Any:
-    """A config with `more` and with the sizes of SMALL that the config class accepts."""
+    """Return a config with the settings in `more`, and the sizes in SMALL that the config class accepts."""
     known = config_class()
     settings = {name: value for name, value in SMALL.items() if hasattr(known, name)}
     return config_class(**settings | more)
 
 
 def make(architecture: str, **more: Any) -> nn.Module:
-    """A model in fp32 with the same random weights in each call, on the CPU."""
+    """Return an fp32 model on the CPU, with the same random weights in each call."""
     import transformers
 
     torch.manual_seed(0)

@@ -1,12 +1,12 @@
 """Search for races among the launches of all ranks on the emulated device.
 
-    disorder  the pairs of launches (`tests.launch_trace`) that touch the same bytes, where at least one launch writes
-              and neither waits for the other; and launches that write a word of a slot at the same time, or write the
-              value that the word already has
+    disorder  returns the races: pairs of launches (`tests.launch_trace`) that access the same bytes, at least one of them
+              to write, without waiting for each other; and signals that are lost, because a launch writes a flag of a
+              slot (`dlp.comm.slots`) before the previous value was read
 
-The emulated device runs every launch at once, so a missing wait does not change the bits on CPUs, not even with kernels
-that are compiled for CPUs (tests/cuda_on_cpu). This search assumes that a launch has happened only if the stream has
-waited for the launch, by events, begins, meetings, releases and agreements.
+The emulated device runs every launch immediately, so a missing wait changes no bits on CPUs, not even with kernels that
+are compiled for CPUs (tests/cuda_on_cpu). The search assumes that a launch has finished only if the stream has waited
+for the launch: by events, or by the calls `begin`, `meet`, `release` and `agree` of a slot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.launch_trace import CALLS, Launch, joined, take
 
 @contextmanager
 def in_order(*transports: Transport) -> Iterator[None]:
-    """Context that raises AssertionError if launches inside it, of any rank, are in disorder."""
+    """Context that raises AssertionError if `disorder` finds a race among the launches of all ranks inside the
+    context."""
     with take(*transports) as taken:
         yield
     every: list[Any] = [None] * dist.get_world_size()
@@ -36,7 +37,7 @@ def in_order(*transports: Transport) -> Iterator[None]:
 
 
 def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
-    """Return descriptions of the unordered pairs among the launches of all ranks, which come from `named_alike`."""
+    """Return a description of each race. `taken`: the launches of each rank, from `named_alike`."""
     order = Order(taken)
     ranks = [order.run(rank, launches) for rank, launches in enumerate(taken)]
     while ranks:
@@ -47,16 +48,17 @@ def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
     return sorted(order.found)
 
 
-# The word in the rank's own slot for which a launch waits, for each peer: offset of the word, least value, and value of
-# the word afterwards.
+# Launches that wait for a flag of each peer in this rank's buffer: index of the flags, smallest value that ends the
+# wait, and value that the launch writes afterwards (None: nothing).
 WAITS = {"begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "agreed": (MET, None, None)}
-# The words that a launch writes without waiting, in the slots of all peers: offset and value. None: the launch
-# increments the word.
+# Launches that write a flag in the buffer of each peer: index of the flags, and the value. None: the launch increments
+# the flag.
 TELLS = {"meet": (SENT, 1), "release_use": (UNREAD, 0), "agree": (MET, None)}
 
 
 class Word(NamedTuple):
-    """Word in memory: value, clock and stream of the writer, and index of the launch on this stream."""
+    """Flag in a buffer: its value, and the launch that wrote it (row of `clock` at that time, stream, index on the
+    stream)."""
 
     value: int
     clock: Any
@@ -68,9 +70,9 @@ WHERE = {0: "", CALLS: ", a collective"}
 
 
 class Order:
-    """State of the search. `clock[a, b]` is the index of the last launch of stream b that stream a has waited for.
-    Memory is divided at the bounds of all accesses; for each piece the state has the last write, and the last read of
-    each stream."""
+    """State of the search (vector clocks). `clock[a, b]` is the index of the last launch of stream b that stream a has
+    waited for. Memory is divided at the bounds of all accesses; the state has the last write of each piece, and the
+    last read of each stream."""
 
     def __init__(self, taken: Sequence[Sequence[Launch]]) -> None:
         every = sorted({(rank, each.stream) for rank, launches in enumerate(taken) for each in launches})
@@ -80,7 +82,7 @@ class Order:
         self.writer, self.written, *self.read = np.zeros((2 + len(every), len(self.bounds)), dtype=np.int64)
         self.names, self.found = dict[tuple[int, int], str](), set[str]()
         self.marks = defaultdict[tuple[int, int], Any](lambda: none)
-        # By slot, rank and number of the word
+        # Flags by slot, rank and index
         self.words = defaultdict[tuple[int, int, int], Word](lambda: Word(0, none))
 
     def run(self, rank: int, launches: Sequence[Launch]) -> Iterator[None]:
@@ -105,7 +107,7 @@ class Order:
             if name == "mark":
                 self.marks[rank, of] = clock.copy()
             for peer in range(self.world) if name in TELLS else ():
-                if peer == rank and name != "agree":  # an agreement also counts this rank
+                if peer == rank and name != "agree":  # `agree` also increments this rank's flag
                     continue
                 word, value = TELLS[name]
                 at = of, peer, word + rank

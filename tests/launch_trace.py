@@ -1,10 +1,11 @@
 """Record launches on the emulated device, with the stream and the bytes that each launch reads and writes.
 
-    take  records launches and collectives of all code that runs inside; `named_alike` replaces addresses by names that
+    take  records the launches and collectives of the code inside. `Taken.named_alike` replaces addresses by numbers that
           are equal on all ranks
 
-A kernel reads the tensors whose addresses it looks up, and writes the tensors that change. A meeting and an agreement
-are two launches each: signalling the peers, and waiting for the peers.
+A kernel of the emulated device looks up tensors by address: the tensors that it changes are its writes, the others its
+reads. `meet` and `agree` of a slot (`dlp.comm.slots`) are recorded as two launches: signal the peers, and wait for the
+peers.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from dlp.comm.slots import AGREED, HEADER, MAXIMA, RANKS, USES
 from tests import emulated, pointer_arguments
 from tests.simulated_transport import STEPS, bases, header, new_event
 
-Spans = Any  # int64 [n, 2]: first byte of each span, and the byte after the last
+Spans = Any  # int64 [n, 2], a row per span of memory: its first byte, and the byte after its last
 NONE = np.empty((0, 2), dtype=np.int64)
-CALLS = -1  # the stream of collectives
-# Bits of an address: above bit SLOT, the slot and the owner of the slot; above bit RANK, the rank that owns other
-# memory
+CALLS = -1  # stream of the recorded collectives
+# Addresses after `named_alike`: the bits from SLOT on are the number of the slot and the rank whose buffer it is; the
+# bits from RANK on are the rank, for memory outside of slots
 SLOT, RANK = 40, 56
 
 
 class Launch(NamedTuple):
-    """A launch. `of`: the event or the slot of a launch that waits or signals."""
+    """A launch. `of`: the event or the slot with which the launch waits or signals; 0 for other launches."""
 
     name: str
     stream: int
@@ -45,7 +46,7 @@ class Launch(NamedTuple):
 
 
 class Taken(list[Launch]):
-    """Recorded launches of one rank."""
+    """Launches of one rank, in the order of recording."""
 
     def __init__(self, transports: Sequence[Transport]) -> None:
         super().__init__()
@@ -72,8 +73,8 @@ class Taken(list[Launch]):
             self.append(Launch(name, stream, 0, *(joined(map(spans, each)) for each in both)))
 
     def call(self, start: Callable[..., list[Any]], group: ProcessGroup, *given: Any) -> list[Any]:
-        """Record a collective on a separate stream. The stream waits for the current stream, and the current stream
-        waits for the works of the collective."""
+        """Record a collective on stream CALLS, which waits for the current stream. The current stream waits for the
+        collective when its work is awaited."""
         tensors = [each for each in given if isinstance(each, Tensor)]
         before, after = new_event(), new_event()
         self.append(Launch("mark", 0, before))
@@ -114,7 +115,7 @@ class Taken(list[Launch]):
 
 
 class Awaited(NamedTuple):
-    """The work of a collective, which records when it is awaited."""
+    """The work of a collective. `wait` also calls `taken`, which records the wait."""
 
     work: Any
     taken: Callable[[], None]
@@ -130,7 +131,7 @@ def block(at: int, width: int, height: int = 1, pitch: int = 0) -> Spans:
 
 
 def spans(tensor: Tensor) -> Spans:
-    """Spans of a tensor: one span for rows that follow each other in memory, and one for each other row."""
+    """Return the spans of a tensor. Rows that are adjacent in memory are one span."""
     width, starts = tensor.itemsize, np.zeros(min(1, tensor.numel()), dtype=np.int64)
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if step * tensor.itemsize == width:
@@ -153,7 +154,8 @@ TOUCHED = {
 
 
 def gathered(tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """A part that already lies in the gathered buffer is not written."""
+    """Return the parts that an all-gather reads and the segments that it writes. A part that is already in its segment
+    of the gathered buffer is not written."""
     written = [(part, piece) for whole, part in zip(tensors[::2], tensors[1::2], strict=True)
                for piece in whole.chunk(len(whole) // len(part) if len(part) else 1)]  # fmt: skip
     return list(tensors[1::2]), [piece for part, piece in written if piece.data_ptr() != part.data_ptr()]
@@ -163,7 +165,7 @@ def halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor
     return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
 
 
-CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # parts that are read and parts that are written
+CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # module; tensors read and written
     "_start_gathers": (collectives, gathered), "_start_exchange": (collectives, lambda each: (each[1:], each[:1])),
     "_start_round": (exchange, halves), "_start_maxima": (transport, lambda each: ((), each)),
 }  # fmt: skip
@@ -171,7 +173,7 @@ CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # parts th
 
 @contextmanager
 def take(*transports: Transport) -> Iterator[Taken]:
-    """Record launches inside `emulation()`, from before the first use of any transport."""
+    """Record launches inside `emulation()`. The context must begin before the first use of any transport."""
     taken, module, gemm = Taken(transports), emulated.Module, emulated.Plan.run
     with ExitStack() as patches:
         put = lambda *what: patches.enter_context(patch.object(*what))  # noqa: E731

@@ -1,4 +1,4 @@
-"""Writes tests/data/golden_rowwise.json: fp8_rowwise by its formula, with the numpy table method.
+"""Write tests/data/golden_rowwise.json: results of fp8_rowwise, computed from its formula with tests/table_method.py.
 
 python -m tests.make_golden_rowwise
 

@@ -1,4 +1,5 @@
-"""Writes tests/data/golden_tile.json: NVFP4 with a scale a 16x16 tile by its formula, with the numpy table method.
+"""Write tests/data/golden_tile.json: results of NVFP4 with one scale per 16x16 tile, computed from the formula with
+tests/table_method.py.
 
 python -m tests.make_golden_tile
 

@@ -1,7 +1,9 @@
-"""How tests compare tensors: relative Frobenius error, SQNR, and equality of bits that names the first difference.
+"""Comparators of tensors: relative Frobenius error, SQNR, and bitwise equality with a message that names the first
+difference.
 
-Low precision is never compared element by element with a tolerance: one flipped rounding would need a bound that hides
-real errors everywhere else. Either the bits are equal, or the error of the whole tensor is bounded.
+Low-precision tensors are not compared element by element with a tolerance: the tolerance would have to allow one
+rounding to another code, and would hide real errors in all other elements. Tests require equal bits, or bound the error
+of the full tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def factor(actual: Tensor, expected: Tensor) -> float:
-    """The constant c for which c * expected is closest to `actual`. Rounding noise averages out in c. A relative error
-    of noisy values would hide c."""
+    """Return the constant c for which c * expected is closest to `actual`. Rounding noise averages out in c, so c shows
+    a constant factor that a relative error of noisy values would hide."""
     found, wanted = actual.detach().double().flatten(), expected.detach().double().flatten()
     return (found @ wanted / (wanted @ wanted)).item()
 
@@ -36,19 +38,21 @@ def sqnr(actual: Tensor, expected: Tensor) -> float:
 
 
 def assert_close(actual: Tensor, expected: Tensor, at_most: float, name: str = "tensor") -> None:
-    """Fails unless the relative error is at most `at_most`; a NaN anywhere fails."""
+    """Fail if the relative error exceeds `at_most`, or if there is a NaN."""
     error = relative_error(actual, expected)
     assert error <= at_most, f"{name}: relative error {error:.3e} is over {at_most:g}"
 
 
 def assert_bit_equal(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:
-    """Fails unless dtype, shape and every bit agree (-0.0 is not 0.0, NaN payloads count); any dtype, also fp8, fp4."""
+    """Fail unless dtype, shape and every bit are equal; -0.0 differs from 0.0, and so do NaNs with different bits.
+    Supports every dtype, including fp8 and fp4."""
     message = bit_difference(actual, expected)
     assert message is None, f"{name}: {message}"
 
 
 def bit_difference(actual: Tensor, expected: Tensor) -> str | None:
-    """First difference between two tensors (index, values, bytes most significant first), or None."""
+    """Describe the first difference between two tensors (index, values, bytes with the most significant first), or
+    return None if there is none."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return f"{actual.dtype} {tuple(actual.shape)} is not {expected.dtype} {tuple(expected.shape)}"
     a, b = _bytes(actual), _bytes(expected)
@@ -64,8 +68,8 @@ def bit_difference(actual: Tensor, expected: Tensor) -> str | None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """[elements, bytes of one element], little-endian, on the CPU."""
-    # Makes elements adjacent, also if a dimension of size one has another stride
+    """Return the bytes of a tensor, uint8 [elements, bytes per element], little-endian, on the CPU."""
+    # `view` below needs adjacent elements, also if a dimension of size one has another stride
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     flat.view(tensor.shape).copy_(tensor.detach().cpu())
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())

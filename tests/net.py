@@ -38,8 +38,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Model: x [B, S, size] -> [B, S, size]. `tp` is set if the blocks work on token shards. `wrap` calls a block, for example
-    to recompute the block."""
+    """Model: x [B, S, size] -> [B, S, size]. `tp`: the mesh if the blocks run on token shards, else None. `wrap`:
+    function that calls a block, for example with recomputation."""
 
     def __init__(self, size: int = HIDDEN) -> None:
         super().__init__()
@@ -59,7 +59,8 @@ def net(
     recipe: Any, mesh: DeviceMesh, *groups: dict[str, Any], dtype: torch.dtype = torch.float32, fsdp: bool = False,
     **options: Any,
 ) -> Net:  # fmt: skip
-    """The same converted network on every mesh, with an attached optimizer as `model.optimizer`."""
+    """Return the converted network, with the same weights on every mesh. The attached optimizer is
+    `model.optimizer`."""
     torch.manual_seed(0)
     model = Net().to(worker.device(), dtype)
     sequence_parallel = mesh["tp"].size() > 1

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Collectives(TorchDispatchMode):
-    """Context in which `names` grows by one entry for each launched collective, such as "_allgather_base_" or
+    """Context that appends the name of each launched collective to `names`, such as "_allgather_base_" or
     "alltoall_base_". The context also records collectives inside dlp's ops, which dispatch modes do not see."""
 
     def __init__(self) -> None:
@@ -28,12 +28,13 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def count(self, kind: str) -> int:
-        """Number of launches whose name contains `kind`: "gather", "alltoall" or "reduce"."""
+        """Return the number of collectives whose name contains `kind`, such as "gather", "alltoall" or "reduce"."""
         return sum(kind in name for name in self.names)
 
 
 class LargestTensor(TorchDispatchMode):
-    """Context in which `numel` is the size of the largest tensor of `dtype` that an operation has created."""
+    """Context that records in `numel` the number of elements of the largest tensor of `dtype` that an operation
+    returns."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

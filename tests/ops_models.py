@@ -55,7 +55,8 @@ class Watched(TorchDispatchMode):
 
 
 class Branch(ops.BasicOperation):
-    """x, extra -> scale * x + extra, x. With `lacks`, one of the results is missing."""
+    """Op with an extra input and an extra output: returns weight * x + extra, and x as the extra output. `lacks`: name
+    of a result that the op wrongly leaves out."""
 
     num_extra_inputs = num_extra_outputs = 1
 
@@ -80,7 +81,7 @@ class Branch(ops.BasicOperation):
 
 
 class Twice(nn.Module):
-    """A Branch between other ops. The extra output is added to the output."""
+    """A Branch between other ops, in a sequence. The module returns the sum of its output and its extra output."""
 
     def __init__(self, lacks: str = "") -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Models of users of `dlp.ops`, as modules of one x [M, WIDTH]: quantized weights and a region, branches, split
-sequences, a user-defined op and fusion."""
+"""Models that users could build from `dlp.ops`, each with one input x [M, WIDTH]: with quantized-only weights and an
+autocast region, branches, several sequences, a user-defined op and a user-defined fusion."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WIDTH, FFN, RECIPE = 32, 64, "fp8_current"
 
 
 class LearnableScale(ops.BasicOperation):
-    """User-defined op: multiply the input by an fp32 scalar. `shape`: shape of the scalar; FSDP accepts no parameter
-    without dimensions."""
+    """User-defined op: multiply the input by an fp32 scalar. `shape`: shape of the parameter: (), or (1,) for FSDP,
+    which accepts no parameter without dimensions."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -123,5 +123,5 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
 
 
 def codes_only(model: nn.Module) -> set[nn.Parameter]:
-    """Names of weights that exist as codes only."""
+    """Return the parameters that are quantized-only: placeholders with stride 0."""
     return {parameter for parameter in model.parameters() if 0 in parameter.stride()}

@@ -20,15 +20,14 @@ from dlp.runtime import capture as captured
 from dlp.runtime.capture import PASSES, CapturedLaunches, CapturedPasses
 from tests.metrics import assert_bit_equal
 
-# GPUs run several tiles of every kernel. On the emulated device, which multiplies in fp32, a larger size would only
-# take longer.
+# Sizes with several tiles in every kernel on GPUs. The emulated device has no tiles, so its sizes are smaller.
 K, N, M = (256, 640, 256) if torch.cuda.is_available() else (128, 256, 128)
 Results = dict[str, Tensor]
 
 
 @contextmanager
 def of_any_size() -> Iterator[None]:
-    """Let dlp's own GEMM run for every size that the kernel accepts, however small."""
+    """Let dlp's GEMM for Hopper run for every size that the kernel accepts; by default cuBLASLt runs small problems."""
 
     def taken(a: Tensor, b: Tensor, *problem: Any) -> bool:
         out_dtype, bias, accumulate, _ = problem
@@ -77,7 +76,7 @@ def without_programs() -> Iterator[None]:
 
 def compiles(model: nn.Module) -> None:
     """Trace the model with torch.compile; a linear becomes opaque ops."""
-    torch._dynamo.reset()  # functions that other tests compiled count towards the limit of torch
+    torch._dynamo.reset()  # graphs of other tests would count towards torch's limit of graphs per function
     model.compile(backend="aot_eager", fullgraph=True)
 
 
@@ -96,7 +95,7 @@ def forward_backward(model: nn.Module, seed: int, shape: tuple[int, ...] = (M,),
 
 
 def programs(model: nn.Module) -> dict[str, list[CapturedLaunches | str]]:
-    """State of each pass: captured launches, or the reason for none."""
+    """Return, for each pass, the captured launches or the reason why the pass is not captured."""
     found: dict[str, list[CapturedLaunches | str]] = {way: [] for way in PASSES}
     for core in cores(model):
         calls = [*core.bound.calls.values(), *(core.weights.parts.calls.values() if core.weights.parts else ())]

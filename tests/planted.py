@@ -1,7 +1,8 @@
 """Planted faults of parallel training, each with the layer, the tensor and the kind that `dlp.prove` should name.
 
 `FAULTS` lists the faults; `built(mesh, case, model, plant)` builds a small Llama with biases on a mesh and plants one
-fault. A fault changes dlp, the model or FSDP as a mistake in the code would.
+fault. A fault patches dlp, the model or FSDP so that it behaves as if its code had a mistake. The docstring of each
+fault states the wrong behaviour.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ MODELS = {"fp32": "bf16", "fp8": "fp8_current", "delayed": "fp8_delayed", "tied"
 
 
 class SeededDropout(nn.Dropout):
-    """Dropout on token shards or unsharded tokens. `seed` depends on the tokens of the rank."""
+    """Dropout with a mask that depends on `seed` and the number of the call. Ranks with different tokens get different
+    seeds."""
 
     seed = 0
     calls = 0
@@ -58,7 +60,7 @@ class SeededDropout(nn.Dropout):
 
 
 class Here(NamedTuple):
-    """Mesh, case and model in which a fault is planted."""
+    """Model, optimizer, mesh and case in which a fault is planted. `stack` removes the patches at the end."""
 
     model: Any
     optimizer: torch.optim.Optimizer
@@ -195,7 +197,7 @@ def never_cleared(here: Here) -> None:
 
 
 def no_reduction(which: str, layer: str) -> Callable[[Here], None]:
-    """One GEMM of a layer keeps the partial result of the rank."""
+    """Return a fault: one GEMM of a layer keeps the partial result of the rank, which is not summed over tp."""
 
     def plant(here: Here) -> None:
         original = functional.token_gemm
@@ -239,7 +241,7 @@ def one_sibling(here: Here) -> None:
 
 
 def other_pass(layer: str, change: Callable[[Here, Tensor, int], Tensor]) -> Callable[[Here], None]:
-    """Change every y of a module: `change(here, y, number of the call)`."""
+    """Return a fault that replaces every output y of a module by `change(here, y, number of the call)`."""
 
     def plant(here: Here) -> None:
         module, calls = here.model.get_submodule(f"model.{layer}" if layer != "lm_head" else layer), [0]
@@ -255,7 +257,7 @@ def other_pass(layer: str, change: Callable[[Here, Tensor, int], Tensor]) -> Cal
 
 
 def wgrad(layer: str, change: Callable[[Here, Tensor, int], Tensor]) -> Callable[[Here], None]:
-    """Change every dw of a layer."""
+    """Return a fault that replaces every dw of a layer by `change(here, dw, number of the call)`."""
 
     def plant(here: Here) -> None:
         original, calls = functional.contract_gemm, [0]
@@ -273,7 +275,7 @@ def wgrad(layer: str, change: Callable[[Here, Tensor, int], Tensor]) -> Callable
 
 
 def gradient_factor(factor: float) -> Callable[[Here], None]:
-    """After FSDP's reduction, the gradients of block 1 are multiplied by `factor`."""
+    """Return a fault: after FSDP's reduction, the gradients of block 1 are multiplied by `factor`."""
 
     class Scaled(CodecReduceScatter):
         def __call__(self, output_tensor: Tensor, *args: Any, **more: Any) -> None:
@@ -284,7 +286,7 @@ def gradient_factor(factor: float) -> Callable[[Here], None]:
 
 
 def gradients_of_one_rank(here: Here) -> None:
-    """The gradients of block 1 are those of this rank's tokens."""
+    """FSDP does not reduce the gradients of block 1, so they cover only the tokens of this rank."""
 
     class Own(CodecReduceScatter):
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, *args: Any, **more: Any) -> None:
@@ -525,8 +527,8 @@ def doubled_scale(here: Here) -> None:
 
 
 class Fault(NamedTuple):
-    """A fault, the mesh and model in which the fault is planted, and the expected report of `prove`: end of the layer's
-    name, tensor, kind."""
+    """A fault, the mesh and the kind of model in which the fault is planted, and the expected report of `prove`:
+    `layer` (end of the layer's name), `tensor` and `kind`. `steps`: number of training steps until the fault shows."""
 
     name: str
     mesh: str

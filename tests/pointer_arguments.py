@@ -9,14 +9,15 @@ from pathlib import Path
 import dlp.kernels
 
 CSRC = Path(dlp.kernels.__file__).parent / "csrc"
-Kind = bool | frozenset[int]  # kind of an argument: whether it is an address, or which of its words are addresses
+Kind = bool | frozenset[int]  # whether an argument is an address; for packed arguments, the indices that are addresses
 _STRUCT = re.compile(r"struct (\w+)[^{]*\{(?:(?!\nstruct).)*?static constexpr uint32_t addresses = ([^;]+);", re.DOTALL)
 _STEP = re.compile(r'bind_step\(m, "(\w+)",\s*\[\w*\]\(([^)]*)\)')
-TRANSPOSE = (frozenset({0, 5}), False)  # `_STEP` does not match: bindings.cpp makes these by a function
+TRANSPOSE = (frozenset({0, 5}), False)  # bindings.cpp binds transposes by a function, which `_STEP` does not match
 
 
 def words(said: str, agreed: int = 8) -> frozenset[int]:
-    """Indices of the words that are addresses: `words(0, 5)`, a mask of the first `2 * kAgreed`, or none."""
+    """Return the indices of packed arguments that are addresses, from the C++ expression `said`: `words(0, 5)`, or a
+    mask of the first `2 * kAgreed`."""
     if said.startswith("words"):
         return frozenset(map(int, re.findall(r"\d+", said)))
     return frozenset(range(2 * agreed)) if "kAgreed" in said else frozenset()

@@ -1,13 +1,12 @@
 """Long-lived ranks for tests: a worker process per rank, kept between tests, so that a 2-rank test costs milliseconds.
 
-`Pool(world).run(fn, *args)` calls `fn(*args)` on every rank and returns the ranks' results; `fn` lives at the top level
-of a test module and asks `torch.distributed` for its rank. Jobs and results travel as plain pickles: tensors by value,
-moved to the CPU, so that no result refers to memory of a worker that may be killed.
+`Pool(world).run(fn, *args)` calls `fn(*args)` on every rank and returns the ranks' results; `fn` must be a function at
+the top level of a test module; it gets its rank from `torch.distributed`. Jobs and results are sent as pickles. Result
+tensors are copied to the CPU and sent by value, so that no result refers to memory of a worker that may be killed.
 
-After a job that failed or timed out, the process group is in an unknown state: a rank may still sit in a collective
-that nobody will complete. So the workers are then killed, and the next job gets new ones. The workers are forked from a
-server that has imported torch, dlp and launch, which costs four seconds, and started no thread (forking pytest itself,
-once it has run a parallel op, may hang).
+After a job that failed or timed out, a rank may still wait in a collective, so the workers are killed, and the next job
+starts new workers. Workers are forked from a server process that has imported torch, dlp and launch, which takes four
+seconds, and has started no threads. (A fork of pytest itself may hang, because torch may have started threads there.)
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from tests import shared_gpu
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "shared": "cpu:gloo,cuda:gloo"}
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-MANY_THREADS = 60  # of a rank, three for each gloo group
+MANY_THREADS = 60  # threads of a worker above which it is replaced; a gloo group has three
 GRACE = 0.5  # seconds for the other ranks to report, after one rank has failed
 
 
@@ -84,12 +83,12 @@ def mesh(*, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1)
 @functools.cache
 def _mesh(dp_replicate: int, dp_shard: int, cp: int, tp: int) -> DeviceMesh:
     axes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    return build_mesh(**axes, device_type=device().type, transport="nccl")  # tests request mapped memory themselves
+    return build_mesh(**axes, device_type=device().type, transport="nccl")  # a test can request mapped memory
 
 
 def collect_garbage_seldom() -> None:
-    """Exempt the objects of imports from garbage collection, and collect others less often: else a tenth of the time of tests
-    that compile goes into collections, which free kilobytes."""
+    """Exempt the objects of imports from garbage collection, and collect other objects less often. Otherwise tests that
+    compile spend a tenth of their time in collections, which free little memory."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
@@ -102,7 +101,7 @@ def forking() -> ForkServerContext:
     does not survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
-    # Otherwise each process that compiles would need a second
+    # Without the preload, each process that compiles would need a second to import these
     compilers = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
     models = ["tests.hf_models"] if "tests.hf_models" in sys.modules else []
     context.set_forkserver_preload(
@@ -161,7 +160,8 @@ class Pool:
         self.kill()
 
     def refresh(self) -> None:
-        """End workers with many gloo groups, each of which has a thread that polls a hundred times a second, for ever."""
+        """Replace the workers if they have many gloo groups, because each group keeps threads that poll a hundred times
+        a second."""
         alive = [worker for worker in self._workers if worker.process.is_alive()]
         if any(len(os.listdir(f"/proc/{_pid(worker)}/task")) > MANY_THREADS for worker in alive):
             self.kill()
@@ -169,8 +169,9 @@ class Pool:
     def _signal(self, number: int) -> None:
         """Stop or continue the workers. Between jobs the threads of gloo would take half of a core from other tests.
 
-        The kernel sends SIGHUP to all processes of a process group that loses its last parent outside while a process of the
-        group is stopped. So each worker is a process group of its own: workers end when their server ends, and pytest stays."""
+        The kernel sends SIGHUP to all processes of a process group that loses its last parent outside while a process
+        of the group is stopped. So each worker is in a separate process group: when the server ends, only the workers
+        get this signal, and not pytest."""
         if self.device_type == "cpu":
             for worker in self._workers:
                 with contextlib.suppress(ProcessLookupError):

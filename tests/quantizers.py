@@ -32,7 +32,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 RECIPES = [load(name, **options) for name in NAMES for options in ({}, *OPTIONS.get(name, []))]
 SIDES = [(operand, side) for operand in ("x", "w", "dy") for side in ("rowwise", "columnwise")]
-QUANTIZERS = list({getattr(getattr(r, o), side): None for r in RECIPES for o, side in SIDES})  # each once
+QUANTIZERS = list({getattr(getattr(r, o), side): None for r in RECIPES for o, side in SIDES})  # without duplicates
 PLAIN = [q for q in QUANTIZERS if q.reduces == () and q != KeepHighPrecision()]
 SEEDS = st.integers(0, 10**6)
 EXPONENTS = st.integers(-30, 30)
@@ -50,11 +50,13 @@ def matrix(seed: int, rows: int, columns: int, exponent: int = 0, dtype: torch.d
 
 
 def four_over_six_ties(rows: int, columns: int, height: int, seed: int = 0) -> Tensor:
-    """fp32 [rows, columns] of blocks [height, 16] whose two candidates of four over six have equal errors in exact arithmetic,
-    while sums in fp32 differ by their order; for a tensor amax of 6, S_enc 256, where scales are 256 and 384.
+    """Return fp32 [rows, columns] of blocks [height, 16] for which the two candidates of four over six have equal
+    errors in exact arithmetic, while fp32 sums of the errors depend on the order. The tensor amax must be 6; then S_enc
+    is 256, and the scales of the candidates are 256 and 384.
 
-    In units of 1 / S_enc the largest value is 1536 and the others are 512 + d and 192 + d, for d in (0, 64): 512 and 576, 256
-    and 192 are their neighbours on the two grids, so that the errors are d^2 and (64 - d)^2, and the same swapped.
+    In units of 1 / S_enc the largest value is 1536 and the others are 512 + d and 192 + d, for d in (0, 64): The
+    nearest points of the two grids are 512 and 576, and 256 and 192, so that the errors of the two candidates are d^2
+    and (64 - d)^2 for the former values, and the reverse for the latter.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks, pairs = rows * columns // (16 * height), 8 * height - 1

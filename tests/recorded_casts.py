@@ -1,4 +1,4 @@
-"""A recipe that records casts: every operand of a layer, by tensor and orientation."""
+"""Recipe that records every operand that a layer casts, by tensor and orientation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlp.quant.tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class RecordingQuantizer(Wrapped):
-    """A quantizer that appends its operands to `seen`."""
+    """Quantizer that appends the operands that it casts to `seen`."""
 
     seen: list[QuantizedTensor] = field(compare=False)
 
@@ -28,8 +28,8 @@ Seen = dict[tuple[str, str], list[QuantizedTensor]]
 
 
 def recording(recipe: Recipe) -> tuple[Recipe, Seen]:
-    """Return a recipe that records, and the recorded operands by (tensor, orientation). A columnwise operand that is
-    derived from the rowwise operand is never cast."""
+    """Return a recipe that records its casts, and the lists of recorded operands by (tensor, orientation). A columnwise
+    operand that is transposed from the rowwise operand is not cast, so it is not recorded."""
     seen: Seen = {(name, way): [] for name in OPERANDS for way in ("rowwise", "columnwise")}
     operands = {
         name: Operand(

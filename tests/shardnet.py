@@ -25,10 +25,10 @@ def shardnet(
     lr: float = 1e-3, compiled: str = "", adamw: bool = False, down: Any = None,
     **keywords: Any,
 ) -> Net:  # fmt: skip
-    """The same network on every mesh, converted with `options` and with a separate recipe for `down`. The first block
-    is compiled by a backend. Each block and the rest of the model are sharded with `keywords`; the optimizer is attached as
-    `model.optimizer`. The default size leaves complete blocks of 128 on a shard, or of 32 if the recipe has no larger
-    blocks."""
+    """Return the network, with the same weights on every mesh: converted with `options` and, if `down` is given,
+    another recipe for `down`; sharded block by block with `keywords` of fully_shard; with an attached optimizer,
+    `model.optimizer`. compiled: backend that compiles the first block. The default `size` gives shards with complete
+    blocks in every recipe."""
     torch.manual_seed(0)
     model = Net(size or (256 if recipe == "fp8_block" else 128)).to(worker.device())
     tp = mesh["tp"].size() > 1

@@ -1,9 +1,9 @@
 """Ranks that share one GPU, for tests of mapped memory on a machine with a single GPU (`--device cuda --share-gpu`).
 
 torch's symmetric memory can be configured to let ranks share a device; NCCL does not support this. gloo supports CUDA
-tensors in collectives, but not from one rank to another, so such tensors are copied through host memory. The driver
-gives each process the GPU in turns, so times are meaningless: a kernel that waits uses the complete time slice of the
-process, a waiting stream does not.
+tensors in collectives, but not from one rank to another, so such tensors are copied through host memory. Processes use
+the GPU in turns, so times are meaningless: a kernel that waits for another rank uses up the time slice of its process,
+while a stream that waits for an event does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _batched = dist.batch_isend_irecv
 
 
 def prepare() -> None:
-    """Configure a rank before the first process group is created."""
+    """Let this rank share its GPU. Call this before the first process group is created."""
     os.environ |= {
         "LOCAL_RANK": "0",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",

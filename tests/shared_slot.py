@@ -18,8 +18,7 @@ from dlp.comm.slots import HEADER, MAXIMA, RANKS, Named, Place, Wait, too_long
 
 
 class SharedSlot:
-    """The stand-in: each process maps the files of all ranks. Every call takes effect immediately, as on streams
-    without pending work."""
+    """Stand-in for a slot: each process maps the files of all ranks. Every call takes effect immediately."""
 
     def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, named: Named, lane: None = None) -> None:
         self._rank, self._world, self._named, self._use, self._uses = group.rank(), group.size(), named, 0, 0
@@ -73,7 +72,7 @@ class SharedSlot:
             self.push(mine, peer, Place(4 * MAXIMA * self._rank, mine.nbytes, 1, mine.nbytes))
         self.meet()
         theirs = [self.payload[4 * MAXIMA * peer :][: mine.nbytes].view(torch.int32) for peer in self._peers()]
-        # Compared as bits, so that NaN is the largest value
+        # Maxima are computed from the bits, so that NaN is the largest value
         found = torch.stack([mine, *theirs]).amax(0).view(torch.float32)
         self.release()
         for to, piece in zip(largest, found.split([value.numel() for value in observed]), strict=True):
@@ -83,7 +82,7 @@ class SharedSlot:
         return [self.payload]
 
     def complaint(self) -> tuple[Wait, int, int] | None:
-        """Return nothing: waits raise errors directly."""
+        """Return None: waits raise errors directly."""
         return None
 
     def waits(self) -> list[Wait]:

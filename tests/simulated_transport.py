@@ -31,15 +31,16 @@ EVENTS = itertools.count(1)
 
 
 class SimulatedLane(Lane):
-    """Simulated side stream. `late`: seconds before it runs work for which no stream waits; 0: work runs
-    immediately."""
+    """Simulated side stream. `late`: seconds by which the stream delays work for which no other stream waits; 0 runs
+    work immediately."""
 
     def __init__(self, late: float = 0.0) -> None:
         self.stream, self._fork, self._late = next(EVENTS), next(EVENTS), late
         self._waiting: deque[tuple[float, Callable[[], None]]] = deque()
         self._given = self._done = self._wanted = 0
         self._changed, self._failed = threading.Condition(), list[BaseException]()
-        self.marks: dict[int, int] = {}  # amount of submitted work when an event was last recorded
+        # Event -> number of jobs that had been submitted when the event was last recorded
+        self.marks: dict[int, int] = {}
         if late:
             LATE[self.stream] = self
             self._thread = threading.Thread(target=self._work, daemon=True)
@@ -52,7 +53,7 @@ class SimulatedLane(Lane):
             self._changed.notify_all()
 
     def until(self, count: int) -> None:
-        """Wait until the side stream has finished this amount of work."""
+        """Wait until the side stream has finished its first `count` jobs."""
         with self._changed:
             self._wanted = max(self._wanted, count)
             self._changed.notify_all()
@@ -61,7 +62,7 @@ class SimulatedLane(Lane):
             raise self._failed[0]
 
     def stands(self) -> None:
-        """Wait until the side stream has finished, or waits for a peer."""
+        """Wait until the side stream has no work left, or its work waits for a peer."""
         while self._done < self._given and self._thread.ident not in BLOCKED:
             time.sleep(0.001)
 
@@ -86,7 +87,7 @@ class SimulatedLane(Lane):
                 self._changed.notify_all()
 
 
-LATE: dict[int, SimulatedLane] = {}  # lanes by stream
+LATE: dict[int, SimulatedLane] = {}  # late side streams by stream number
 BLOCKED = set[int | None]()  # threads that wait for a peer
 
 
@@ -102,7 +103,8 @@ class SimulatedSlot(CudaSlot):
         return [whole[:HEADER].view(torch.int32).tolist() for whole in self._shared.memory]
 
     def spans(self) -> list[Tensor]:
-        """All memory that launches can name: headers and payloads of all ranks, and the table."""
+        """Return all memory whose addresses launches can contain: headers and payloads of all ranks, and the table of
+        addresses."""
         return [*self._shared.memory, self._table]
 
 
@@ -173,8 +175,8 @@ def mark(event: int, stream: int) -> None:
 
 
 def await_mark(event: int, stream: int) -> None:
-    """Wait for an event: advance the late side streams to the event. On a side stream the event has already
-    happened."""
+    """Wait for an event: let the late side stream that recorded the event finish the work before it. A side stream
+    itself does not wait, because other streams run their work immediately."""
     for lane in LATE.values() if stream not in LATE else ():
         if event in lane.marks:
             lane.until(lane.marks[event])
@@ -206,7 +208,7 @@ def agree(slots: int, words: Sequence[int], waiting: Sequence[int], stream: int)
 
 
 def _on_stream(step: Callable[..., None]) -> Callable[..., None]:
-    """Run a step immediately, or submit it to a late side stream."""
+    """Wrap a step: run it immediately, or submit it if its stream is a late side stream."""
 
     @wraps(step)
     def run(*arguments: Any) -> None:

@@ -1,5 +1,5 @@
-"""Syntax trees of the repository's files. A tree has so many objects that Python's garbage collector, which looks through all
-of them again and again, would take most of the time: it rests while trees are made."""
+"""Syntax trees of the repository's files. Parsing creates so many objects that Python's garbage collector would take
+most of the time, so the collector is off during parsing."""
 
 from __future__ import annotations
 

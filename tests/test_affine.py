@@ -37,7 +37,7 @@ def test_no_value_is_further_off_than_half_a_code(symmetric, bits):
     q = affine.quantize_affine(x, block, scale, zero, codes)
     assert codes[0] <= q.min() and q.max() <= codes[1]
     off = (affine.dequantize_affine(q, block, scale, zero) - x).abs()
-    reach = 1.001 if symmetric or bits == 1 else 0.501 + 0.5  # the end of a range that is rounded to a code
+    reach = 1.001 if symmetric or bits == 1 else 0.501 + 0.5  # rounding of a value, plus rounding of the zero point
     assert (off.view(8, 4, 16) <= reach * scale[:, :, None]).all()
     assert not affine.dequantize_affine(q, block, scale, zero)[3].any(), "zero is exact"
 
@@ -47,7 +47,7 @@ def problems(draw: st.DrawFn) -> Problem:
     """Draw a tensor of one to three dimensions, a block shape that divides it, and all options."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 6, 16]), min_size=1, max_size=3))
     block = tuple(draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) for size in sizes)
-    assume(max(block) > 1)  # for a block of one element, torchao reduces over the complete tensor
+    assume(max(block) > 1)  # torchao reduces blocks of one element over the complete tensor
     bits, signed = draw(st.integers(1, 8)), draw(st.booleans())
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     made = torch.randn(sizes, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))

@@ -1,5 +1,5 @@
-"""overlap = "auto": tables of times, chosen strategies, and the plan. Ranks are only needed to measure and to compare
-choices."""
+"""overlap = "auto": tables of times, chosen strategies, and the plan. Only tests that measure, or that compare the
+choices of ranks, use ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ NOISE = 2.5e-5  # seconds
 
 
 def row(problem: Problem, fprop: tuple[float, ...], dgrad: tuple[float, ...]) -> Row:
-    """Milliseconds of each of CANDIDATES, with GEMMs of 1 ms."""
+    """Return a row of the table. fprop, dgrad: the time of each strategy in CANDIDATES, in milliseconds. A GEMM alone
+    takes 1 ms."""
     both = {"fprop": fprop, "dgrad": dgrad}
     passes = {gemm: dict(zip(CANDIDATES, (1e-3 * t for t in times), strict=True)) for gemm, times in both.items()}
     noise = {gemm: dict.fromkeys(CANDIDATES, NOISE) for gemm in both}
@@ -90,7 +91,8 @@ def test_a_table_is_the_same_when_it_is_read_again(tmp_path: Path) -> None:
 
 
 def test_a_run_on_another_number_of_ranks_writes_the_rates_of_its_table() -> None:
-    """`overlap.json` of a run of four ranks, planned by the table of two."""
+    """A run of four ranks that used a table of two ranks writes an `overlap.json` without measured strategies, but with
+    the times of GEMMs and the rates of the table."""
     again = auto.read(MEASURED.for_ranks(4).text(), "overlap.json")
     assert again.ranks == 4 and [row.gemms for row in again.rows] == [row.gemms for row in MEASURED.rows]
     assert not any(row.passes for row in again.rows) and again.rate(UP, "fprop")
@@ -118,7 +120,7 @@ def test_measured_layers_have_what_was_fastest_and_by_a_margin() -> None:
     head = next(
         i
         for i, line in enumerate(said)
-        if line.startswith("overlap by times of 2 x CPU by gloo at 4 GB/s, 2 layers measured")
+        if line.startswith("overlap chosen by the times of 2 x CPU by gloo at 4 GB/s, 2 layers measured")
     )
     cells = [line.split() for line in said[head + 3 : head + 7]]
     assert [line[:5] for line in cells] == [
@@ -195,7 +197,8 @@ def test_what_a_group_names_stands() -> None:
 
 
 def test_dgrads_of_siblings_are_modelled_as_the_kernels_run_them() -> None:
-    """On Hopper they are one GEMM, of which rows can be sent; elsewhere only the rows of the last dgrad can."""
+    """On Hopper the dgrads of siblings are one GEMM. Elsewhere they are separate GEMMs, and rows can be sent only while
+    the last one runs."""
     gate_up = Problem(COLUMN_SP, 4096, 1024, (2048, 1024), FP8)
     for kind, columns in (("sm_90", (1024,)), ("cpu", (1024, 1024))):
         work = auto.work_of("dgrad", gate_up, table(row(UP, (1,) * 4, (1,) * 4), kind=kind))
@@ -204,8 +207,8 @@ def test_dgrads_of_siblings_are_modelled_as_the_kernels_run_them() -> None:
 
 
 def test_other_sizes_go_by_the_model() -> None:
-    """For layers with four times the work and bytes, the model predicts GEMMs of 4 ms. Overlap pays for a transfer of 2
-    ms, but not for 0.02 ms."""
+    """The table has no layer of this size, so the times come from a model. It predicts GEMMs of 4 ms, for four times
+    the FLOPs and bytes; overlap is chosen for a transfer of 2 ms, but not for 0.02 ms."""
     slow, fast = (table(row(UP, (1,) * 4, (1,) * 4), speed=speed) for speed in (4 * 2**20 / 2e-3, 4 * 2**20 / 2e-5))
     assert overlaps_of(planned(slow, sizes=(2048, 4096)))[0]["fprop"].startswith("chunked")
     assert overlaps_of(planned(fast, sizes=(2048, 4096))) == ["serial", "serial"]
@@ -225,7 +228,7 @@ def test_other_sizes_go_by_the_model() -> None:
 @pytest.mark.parametrize(
     ("times", "options", "why"),
     [
-        (None, {}, "there is no table of times of CPU by any transport; dlp ships those of "),
+        (None, {}, "there is no table of times of CPU by any transport; dlp ships tables of "),
         (MEASURED, {"batch": (2, 2048), "device_type": "sm_90", "transport": "mapped"},
          "the table is for 2 cpu ranks by gloo, and this group has 2 sm_90 ranks by mapped"),
         (table(row(DOWN._replace(recipe=recipes.load("bf16")), (1,) * 4, (1,) * 4)), {},
@@ -240,7 +243,7 @@ def test_without_times_all_is_serial_and_the_plan_says_why(times: Any, options: 
 
 @pytest.fixture
 def tables(tmp_path: Path) -> Iterator[Path]:
-    """A folder in place of the tables that dlp ships, with two tables for H100: for 2 and for 4 ranks."""
+    """Folder that replaces the tables of dlp, with tables of H100 for 2 and for 4 ranks."""
     (tmp_path / "h100-2.json").write_text(H100.text())
     (tmp_path / "h100-4.json").write_text(replace(H100, ranks=4).text())
     with patch.object(auto, "TABLES", tmp_path):
@@ -248,7 +251,7 @@ def tables(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_shipped_tables_are_found_by_the_gpu_and_the_nearest_number_of_ranks(tables: Path) -> None:
-    here = auto.Machine("sm_90", "NVIDIA H100 80GB HBM3", "1.0", auto.VERSION)  # another torch
+    here = auto.Machine("sm_90", "NVIDIA H100 80GB HBM3", "1.0", auto.VERSION)  # the table of another version of torch
     two, four, eight = (auto.shipped(here, ranks, "mapped")[0] for ranks in (2, 4, 8))
     assert two and four and eight and two.row(UP) is not None and four.row(UP) is not None
     assert eight.ranks == 8 and eight.row(UP) is None and eight.rate(UP, "fprop") == four.rate(UP, "fprop")
@@ -256,7 +259,7 @@ def test_shipped_tables_are_found_by_the_gpu_and_the_nearest_number_of_ranks(tab
         eight
     )
     none, why = auto.shipped(here._replace(device="NVIDIA B200"), 2, "mapped")
-    assert none is None and why.endswith("of NVIDIA B200 by mapped; dlp ships those of NVIDIA H100 80GB HBM3")
+    assert none is None and why.endswith("of NVIDIA B200 by mapped; dlp ships tables of NVIDIA H100 80GB HBM3")
 
 
 def test_a_plan_without_a_table_takes_the_shipped_one(tables: Path) -> None:
@@ -274,7 +277,8 @@ def test_every_shipped_table_is_of_this_version() -> None:
 
 
 def constructed(tables: Path) -> list[str]:
-    """Strategies of layers that are constructed with "auto", with a table of this machine for NOMINAL tokens."""
+    """Return the strategies of layers that are constructed with overlap = "auto", given a table of this machine for
+    auto.NOMINAL tokens."""
     tp = worker.mesh(tp=2)["tp"]
     here, by = auto.machine(tp.device_type), auto.transport_name(tp.get_group(), tp.device_type)
     problem = Problem(COLUMN_SP, auto.NOMINAL, 32, (64,), FP8)
@@ -343,7 +347,8 @@ def test_tuning_measures_each_direction_under_each_strategy(ranks) -> None:
 
 
 def tuned(out: Path, ranks: int) -> tuple[int, str]:
-    """Exit code and output of the program for a config with one layer that communicates and one that does not."""
+    """Run the measuring program for a config with one layer that communicates and one that does not; return exit code
+    and output."""
     layer = {"style": "row", "sequence_parallel": True, "tokens": 32, "in_features": 32, "out_features": [16],
              "recipe": {"name": "fp8_current"}}  # fmt: skip
     found = {"ranks": ranks, "transport": "nccl", "dtype": "float32", "layers": [layer, {**layer, "style": "local"}]}

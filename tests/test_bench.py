@@ -1,5 +1,5 @@
-"""`bench` runs every part even if another part fails, and passes shapes to the parts that accept them. No device: the
-parts are replaced."""
+"""`bench` runs every part (benchmark) even if another part fails, and passes shapes to the parts that accept them. No
+device: the parts are replaced by stubs."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_a_shape_has_its_linears(text: str, problems: list[object]) -> None:
 
 
 def test_what_is_hidden_of_what_could_be() -> None:
-    """A GEMM of 100 and a transfer of 40 take 144 in sequence: if both take 110 together, 34 of 40 are hidden, and 10
-    are exposed."""
+    """A GEMM of 100 us and a transfer of 40 us take 144 us in sequence. If both together take 110 us, then 34 of 40 us
+    are hidden, and 10 us are exposed."""
     found = operators.line("gather", (8, 8, 8), "bf16", "chunked", 110.0, (100.0, 40.0, 144.0))
     assert found.hidden == pytest.approx(34 / 40) and found.exposed == pytest.approx(10)
     assert found.of_ideal == pytest.approx(100 / 110) and found.of_sequential == pytest.approx(110 / 144)
@@ -148,14 +148,14 @@ def test_gathers_and_sums_of_fp8_have_bars() -> None:
 
 
 def test_operators_take_less_than_a_minute_by_default() -> None:
-    """A third of the minute is left for the start of the ranks."""
+    """The repetitions may take 40 s; 20 s are left for starting the ranks."""
     count = operators.repetitions(len(operators.MODELS), len(operators.RECIPES), len(operators.STRATEGIES))
     assert count == 484 and f"{count} repetitions" in operators.__doc__ and count * operators.REPETITION <= 40
 
 
 def test_waves_are_those_of_the_kernel_that_runs() -> None:
-    """Number of waves on 132 multiprocessors: dlp's kernel runs 66 of 32 x 75 pairs of tiles at once; cuBLASLt has 64 x
-    56 tiles, and runs the problems that are too small for dlp's kernel."""
+    """On 132 SMs, dlp's kernel runs 66 pairs of tiles at once, of 32 x 75 pairs; cuBLASLt has 64 x 56 tiles. cuBLASLt
+    also runs the problems that are too small for dlp's kernel."""
     large = (8192, 8192, 14336)
     assert operators.waves_of(large, "fp8_block", 132) == 37 and operators.waves_of(large, "fp8_current", 132) == 28
     assert (

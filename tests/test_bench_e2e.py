@@ -1,5 +1,5 @@
-"""`bench.e2e` refuses settings that it cannot measure before the first subject, and keeps results if a later subject
-fails. No ranks: meshes and measurements are replaced."""
+"""`bench.e2e` refuses settings that it cannot measure before it runs anything, and keeps earlier results if a subject
+(a measured configuration) fails. No ranks: meshes and measurements are replaced."""
 
 from __future__ import annotations
 
@@ -44,9 +44,13 @@ def test_names_in_parts() -> None:
 @pytest.mark.parametrize(
     ("name", "device", "says"),
     [
-        ("fp8_nope", "cuda", "'fp8_nope' is no peer, which are peer_bf16, .* and no recipe, which are bf16, "),
-        ("peer_x", "cuda", "'peer_x' is no peer, which are "),
-        ("", "cuda", "'' is no peer, which are "),
+        (
+            "fp8_nope",
+            "cuda",
+            "'fp8_nope' is neither a peer nor a recipe; choose a peer .peer_bf16, .* or a recipe .bf16, ",
+        ),
+        ("peer_x", "cuda", "'peer_x' is neither a peer nor a recipe; choose a peer "),
+        ("", "cuda", "'' is neither a peer nor a recipe; choose a peer "),
         ("fp8_current:grph", "cuda", "unknown suffix :grph; a recipe takes :hp_gather, :eager, a peer :graph"),
         ("bf16:graph", "cuda", "unknown suffix :graph; a recipe takes :hp_gather, :eager, a peer :graph"),
         ("peer_bf16:graph", "cpu", "a CUDA graph needs GPUs, and the ranks are on CPUs; leave :graph out"),

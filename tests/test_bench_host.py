@@ -1,5 +1,5 @@
-"""`bench.host` compares measurements of one round, and measures time inside of layers only. No device: synchronization
-and subjects are replaced."""
+"""`bench.host` compares times that were measured in the same round, and measures only the time inside layers. No
+device: synchronization and subjects are replaced."""
 
 from __future__ import annotations
 

@@ -193,8 +193,8 @@ def test_bytes_of_casts_are_those_of_their_formats(recipe: str, per_token: float
 
 @pytest.mark.parametrize("recipe", ALL_TUNED)
 def test_what_is_tuned_is_what_a_linear_runs(recipe: str) -> None:
-    """The arguments of the GEMM are the key of a measured choice. Alignment, which depends on the allocator, is not
-    part of the key."""
+    """The arguments of the GEMM are the key of a measured choice. The alignment of operands, which depends on the
+    allocator, is not part of the key."""
     tokens, k, n = 256, 128, 384
 
     def ran() -> set[gemms.GemmProblem]:
@@ -246,7 +246,7 @@ def test_a_row_ends_with_its_verdicts(
 
 
 def test_a_recipe_is_judged_by_the_fastest_peer_of_its_kind() -> None:
-    """A recipe is compared with the fastest peer of the same kind, not with the fastest peer of all, and without fast
+    """A recipe is compared with the fastest competitor that has the same kind of scaling and does not use fast
     accumulation."""
     shape = (8192, 4096, 4096)
     times = {BASE: 4.0, "fp8_current": 2.0, "fp8_delayed": 1.8, "fp8_current:fast": 1.0, "fp8_delayed:tuned": 1.7,

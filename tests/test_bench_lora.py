@@ -1,4 +1,5 @@
-"""bench.lora: planned bytes of LoRA over codes equal the bytes of tensors, a 70B base in nvfp4 fits two GPUs, and steps run."""
+"""bench.lora: planned bytes of LoRA over a quantized base equal the bytes of the tensors, a 70B base in nvfp4 fits two
+GPUs, and training steps run."""
 
 from __future__ import annotations
 
@@ -50,6 +51,6 @@ def test_steps_run_and_are_compared_with_the_first_base(ranks, tmp_path: Path) -
 
 def stepped(arguments: list[str]) -> None:
     torch.manual_seed(0)
-    lora.shutdown = lambda: None  # the ranks of the pool go on
+    lora.shutdown = lambda: None  # the process group of the pool must survive
     lora.init_process_group = lambda device_type: None
     lora.main(arguments)

@@ -1,8 +1,7 @@
-"""Arguments of block-scaled GEMMs for cuBLASLt, interpreted according to cuBLASLt's documentation, without a GPU with
-such units.
+"""Arguments of block-scaled GEMMs for cuBLASLt, checked against cuBLASLt's documentation. No GPU is needed.
 
-`blackwell` replaces cuBLASLt by a function that checks the requirements of the units (sizes, alignment, scale modes and
-tiles), reads codes and scales from the tiles, and multiplies in float64. No GPU with such units has run these GEMMs.
+`blackwell` replaces cuBLASLt by a function that checks the requirements of Blackwell's tensor cores (sizes, alignment,
+scale modes and tiles), reads codes and scales from the tiles, and multiplies in float64.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def _values(codes: Tensor, tiles: Tensor, mode: int) -> Tensor:
 
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[gemms.Scales]:
-    """The scales of the products that were requested from the unit."""
+    """Simulate a Blackwell GPU; return the list of the scales of the GEMMs that run on it."""
     asked: list[gemms.Scales] = []
 
     def product(
@@ -57,7 +56,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[gemms.Scales]:
 
     monkeypatch.setattr(gemms, "product", product)
     monkeypatch.setitem(table.DEVICE_AT, -1, "sm_100")
-    for operation in registry._ON.keys() - {table.GEMM}:  # other operations run on the CPU
+    for operation in registry._ON.keys() - {table.GEMM}:  # all operations except GEMMs run on the CPU
         monkeypatch.setitem(registry._ON[operation], "sm_100", table.entries(operation, "cpu"))
     return asked
 
@@ -90,7 +89,7 @@ def test_a_block_scaled_gemm_multiplies_the_decoded_operands(blackwell, recipe, 
 
 
 def test_a_wrong_scale_is_noticed(blackwell, monkeypatch):
-    """The previous test can fail: scales in a column that is off by one block are detected."""
+    """Shift the scales by one block: the comparison of the previous test must fail."""
     a, b = operands(RECIPES[0], "fprop", (256, 128, 512))
     expected = Gemm("fprop", b, torch.float32)(a)
     swizzle = ops.swizzle_128x4

@@ -29,20 +29,19 @@ from tests.cases import of_these
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
 ARCH = ["sm_90a"]
 
-# Code with less accuracy than IEEE arithmetic: PTX that approximates or flushes, and CUDA functions that are not
-# correctly rounded, or that round differently from the reference (rsqrt).
+# Code that is less accurate than IEEE arithmetic: PTX that approximates or flushes denormals, and CUDA functions that
+# are not correctly rounded, or that round differently from the reference (rsqrt).
 APPROXIMATE = re.compile(
     r"[._]approx|\.ftz|\.full\.f|__fdividef"
     r"|\b(__f?|h2?)?(rsqrt|exp|exp2|exp10|expm1|log|log2|log10|log1p|pow|sin|cos|sincos|tan|tanh|erf|rcp)f?\s*\("
     r"|\b__f?rsqrt_r[nzud]"
 )
 ALLOWED = {
-    # Files of the sigmoid of activations. Tests bound these results and do not compare bits. No scale depends on the
-    # sigmoid.
+    # Sigmoid in activations: tests bound its results, and do not compare bits
     ("elements.cuh", 'asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(1.0f, expf(-x))));'),
-    # GELU's, likewise.
+    # tanh in GELU, for the same reason
     ("activations.cuh", "const float t = tanhf(__fmul_rn(__fadd_rn(g, __fmul_rn(__fmul_rn(square, g), b)), a));"),
-    # Files of the loss and its gradient, with the same exception.
+    # Loss and its gradient, for the same reason
     ("cross_entropy.cu", "__device__ float factor(float other) const "
      "{ return largest == other ? 1.0f : expf(largest - finite(other)); }"),
     ("cross_entropy.cu", "for (int i = 0; i < 8; ++i) sum = __fadd_rn(sum, expf(__fsub_rn(x[i], shift)));"),
@@ -99,14 +98,14 @@ def test_key_covers_everything(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def approximate(folder: Path) -> set[tuple[str, str]]:
-    """(file, line) of all code that rounds differently from IEEE arithmetic. Comments are not searched."""
+    """Return (file, line) of all code that APPROXIMATE matches, outside of comments."""
     lines = ((file.name, line.strip()) for file in sources(folder) for line in file.read_text().splitlines())
     return {(name, line) for name, line in lines if APPROXIMATE.search(line.partition("//")[0])}
 
 
 def test_sources_are_plain_cuda() -> None:
-    """The sources include no torch header, which would tie the build to a torch version, and no code that approximates
-    or flushes."""
+    """The sources include no torch header, which would bind the build to a torch version, and no code in APPROXIMATE
+    outside of ALLOWED."""
     assert {"bindings.cpp", "amax.cu", "kernels.h"} <= {file.name for file in sources()}
     for file in sources():
         assert "torch/" not in file.read_text() and "ATen" not in file.read_text(), file.name
@@ -279,7 +278,8 @@ def test_parts_of_the_compiler_are_found_in_the_environment_below(
 
 
 def test_kernels_that_are_required_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message says what to install, and does not mention a fallback."""
+    """If kernels are required, a missing compiler raises an error that says what to install, and does not mention a
+    fallback."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
@@ -366,7 +366,7 @@ def test_what_is_missing_and_what_runs_instead_is_one_sentence(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    monkeypatch.setattr(loader, "load", loader.load.__wrapped__)  # the function caches its result
+    monkeypatch.setattr(loader, "load", loader.load.__wrapped__)  # without the cache of results
     assert build.main([]) == 2
     assert capsys.readouterr().err == (
         "native kernels need nvcc, which is not on PATH: pip install 'dlp[gpu]'; "

@@ -1,4 +1,4 @@
-"""Calibration on two ranks: scales on which all ranks agree, scales of results and of siblings, and statistics."""
+"""Calibration on two ranks: scales that are equal on all ranks, scales of outputs and of siblings, and statistics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOWN = "blocks.1.down"
 
 
 def x_of_first(step: int) -> Tensor:
-    """Global input of gate and up of the first block in a step, from all ranks."""
+    """Return x of gate and up in the first block, for the batch of all ranks in a step."""
     return nn.LayerNorm(64).to(worker.device())(batch(step, worker.mesh(tp=2))[0])
 
 
@@ -35,8 +35,8 @@ def scales(model: Net, observer: Any, steps: int = 3) -> dict[str, float]:
 
 @torch.no_grad()
 def observed() -> dict[str, dict[str, dict[str, float]]]:
-    """Scale of each linear, by mesh and observer; and the amaxes of x of the first linear, by step, under the key
-    "x"."""
+    """Return the scale of each linear, by mesh and observer; under the key "x", the amaxes of x of the first linear in
+    each step."""
     found: dict[str, Any] = {}
     for mesh, sizes in MESHES.items():
         model = net("bf16", worker.mesh(**sizes))
@@ -67,7 +67,8 @@ def delayed(role: str) -> DelayedScaling:
 
 
 def of_results() -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
-    """Scales after one calibration step, the scales that the amaxes of y require, and the statistics of the step."""
+    """Return the calibrated scales after one step, the scales computed from the amaxes of y, and the statistics of the
+    step."""
     mesh = worker.mesh(tp=2)
     model = net(dlp.CustomRecipe(delayed, name="all delayed"), mesh)
     dlp.record_stats(model, "**")
@@ -100,8 +101,8 @@ def test_results_and_siblings_are_calibrated(ranks):
 
 @torch.no_grad()
 def of_static() -> list[dict[str, Any]]:
-    """Statistics of the calibration step, of a frozen model on the same batch, and of a frozen model on inputs that are
-    several times larger."""
+    """Return three statistics: of the calibration step, of the frozen model on the same batch, and of the frozen model
+    on larger inputs, which saturate."""
     mesh = worker.mesh(tp=2)
     model, found = net("bf16", mesh), []
     model.mesh = mesh

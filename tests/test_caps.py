@@ -1,5 +1,5 @@
-"""Capabilities that quantizers declare, refused declarations, and the capabilities of wrappers and subclasses. No
-ranks."""
+"""Declared capabilities of quantizers: wrong declarations are refused, and wrappers and subclasses have the right
+capabilities. No ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.quantizers import a_slot, every_quantizer, matrix
 
 @dataclass(frozen=True)
 class Mine:
-    """User-defined quantizer that declares the given capabilities, whether or not it has them."""
+    """User-defined quantizer that declares the given capabilities, even without the methods that they require."""
 
     caps: Any = None
     format: ClassVar[Any] = FORMATS["e4m3"]
@@ -57,7 +57,7 @@ def test_a_quantizer_that_declares_nothing_has_the_plain_default():
 
 
 def recipes_with(quantizer: Any) -> list[Any]:
-    """Recipes with the quantizer as each operand of the recipe."""
+    """Return recipes that have the quantizer in one operand, for each operand."""
     current = load("fp8_current")
     return [lambda name=name: replace(current, **{name: both(quantizer)}) for name in ("x", "w", "dy")] + [
         lambda: replace(current, y=quantizer),
@@ -115,7 +115,7 @@ def test_a_cast_refuses_an_unknown_keyword_by_name(quantizer: Any, method: str):
 
 @dataclass(frozen=True)
 class HalfBoth(CurrentScaling):
-    """Quantizer whose `cast` takes a flag, and whose `both` does not."""
+    """Quantizer whose `cast` has a parameter `flag`, and whose `both` has none."""
 
     caps: ClassVar[QuantizerCaps] = CurrentScaling.caps
 
@@ -132,7 +132,7 @@ def test_both_takes_what_casts_take():
 
 @dataclass(frozen=True)
 class Half(CurrentScaling):
-    """Quantizer with half of the range. It declares nothing."""
+    """Quantizer that uses half of the range of codes. It declares no capabilities."""
 
     def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
         assert amax is not None

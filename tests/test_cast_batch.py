@@ -1,5 +1,5 @@
-"""Plans of casts and batches of casts: amaxes that are agreed in one launch, predicted bytes, and outputs of operands.
-No ranks: groups only have a name and a size."""
+"""Batches of casts: agreements on all amaxes in one collective, predicted bytes, and casts into given outputs. No
+ranks: a group is an object with a name and a size."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ QUANTIZER = CurrentScaling()
 DP, TP = (FakeGroup(name) for name in ("dp_shard", "tp"))
 
 
-class RecordingQuantizer:
-    """Replacement for `agree` that records groups and numbers of amaxes, as if all other ranks had twice the amax."""
+class RecordingAgreement:
+    """Replacement for `agree` that records (group, number of amaxes) and returns twice each amax, as if another rank
+    had the double."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -58,18 +59,18 @@ class RecordingQuantizer:
 
 
 def amax_of(made: Any) -> float:
-    """The amax with which an operand of per-tensor scaling was cast."""
+    """Return the amax with which an operand was cast, from its scale."""
     return float(made.parts[1] * 448)
 
 
 @pytest.mark.parametrize("make", [make_casts, lambda batch: CastBatch().make(batch)], ids=["once", "boundary"])
 def test_a_batch_agrees_once_a_group_and_on_rows_first(make):
-    """The batch has x of one layer, two dys of another layer, and rows of a weight, whose scale ranks of both groups
-    share. The batch agrees once per group, and first over the ranks that have the rows."""
+    """A batch of five casts, three with amaxes to agree over tp, and one (rows of a weight) with an amax to agree over
+    dp_shard and tp. There is one agreement per group, first over dp_shard."""
     ones = torch.ones(32, 32)
     agreed, rows = Read(QUANTIZER, QUANTIZER, ((None, TP),) * 2), Read(QUANTIZER, None, ((DP, TP), NOBODY))
     alone = Read(None, QUANTIZER)
-    with RecordingQuantizer() as calls:
+    with RecordingAgreement() as calls:
         made = make([Cast(agreed, ones), Cast(rows, ones), Cast(agreed, ones), Cast(agreed, ones), Cast(alone, ones)])
     assert calls == [("dp_shard", 1), ("tp", 4)], "one value serves both orientations of a read"
     assert [amax_of(row or col) for row, col in made] == pytest.approx([2, 4, 2, 2, 1])
@@ -78,7 +79,7 @@ def test_a_batch_agrees_once_a_group_and_on_rows_first(make):
 
 def test_a_group_of_one_rank_is_nobody():
     for size, calls_wanted in ((1, []), (2, [("mine", 1)])):
-        with RecordingQuantizer() as calls:
+        with RecordingAgreement() as calls:
             bound = make_bound(STYLES["local", False], recipes.load("fp8_current"), FakeGroup("mine", size))
             operands.quantize(bound, "x", [torch.ones(32, 32)], BOTH)
         assert calls == calls_wanted
@@ -92,14 +93,15 @@ def test_what_a_plan_predicts_is_what_casts_agree_on(row, recipe, scope):
     for tensor in ("x", "w", "dy"):
         for wanted in (ROWWISE, COLUMNWISE, BOTH):
             plan = cast_plan(row, loaded, tensor, wanted, 64)
-            with RecordingQuantizer() as calls:
+            with RecordingAgreement() as calls:
                 operands.quantize(make_bound(row, loaded), tensor, [torch.randn(64, 96)], wanted)
             assert sum(count for _, count in calls) == plan.numbers_agreed(torch.empty(64, 96, device="meta"))
             assert len(calls) <= 1
 
 
 class OneByOne(Wrapped):
-    """Quantizer without a read for both orientations: the columnwise operand is the transposed rowwise operand."""
+    """Quantizer that cannot cast both orientations in one call, and whose cast accepts no `out`; the columnwise operand
+    is the transposed rowwise operand."""
 
     def cast(self, x: Tensor, amax: Tensor | None, **options: Any) -> Any:
         options.pop("out", None)  # the cast does not support `out`
@@ -127,8 +129,8 @@ def test_operands_lie_where_they_were_leased(recipe, given):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_operands_have_the_shape_that_is_said_of_them(recipe):
-    """`operand_shape` also holds for features and tokens that no block divides. Opaque ops, leases and predicted bytes read
-    `operand_shape`."""
+    """`operand_shape`, from which opaque ops, output buffers and predicted bytes are computed, is also right for sizes
+    that are not multiples of a block."""
     loaded = recipes.load(recipe)
     for shape in ((40, 72), (64, 96), (1, 8)):
         (made,) = operands.quantize(make_bound(STYLES["local", False], loaded), "x", [torch.randn(shape)], BOTH)

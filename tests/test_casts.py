@@ -1,4 +1,4 @@
-"""Casts for both orientations at once, and the calls of kernels, which are emulated. No ranks."""
+"""Casts for both orientations at once, with the reference and with emulated kernels. No ranks."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ def quantized(quantizer, x, at):
 
 
 def matrices(pair, seed: int) -> dict[str, Tensor]:
-    """Views of a matrix that both formats support."""
+    """Return the views of a matrix whose sizes both formats support."""
     unit = max(max(quantizer.format.multiple) for quantizer in pair)
     made = views(matrix(seed, *((200, 300) if unit == 1 else (192, 288))))
     return {how: x for how, x in made.items() if all(size % unit == 0 for size in x.shape)}
 
 
 def ways(pair, x):
-    """Operands that the two quantizers produce separately, and the staged amaxes after both casts."""
+    """Cast x and x.t() separately with the two quantizers; return both operands, and the staged amax of the first
+    cast."""
     at = origin(x, 3, 32)
     (one, staging), (other, _) = quantized(pair[0], x, at), quantized(pair[1], x.t(), at_t(x))
     return one, other, staging
@@ -170,7 +171,7 @@ def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
     [("fp8_current", 2), ("fp8_delayed", 1), ("fp8_rowwise", 2), ("fp8_block", 1), ("mxfp8", 1), ("nvfp4", 2)],
 )
 def test_one_read_makes_both_operands(launches, recipe, reads):
-    """One launch casts both operands, after one launch for amaxes if the quantizers need amaxes."""
+    """One launch casts both operands. If the quantizers need amaxes, one launch before computes them."""
     for tensor in ("x", "w", "dy"):
         bound = make_bound(STYLES["local", False], load(recipe))
         bound.session.cores[0] = SimpleNamespace(
@@ -279,6 +280,6 @@ def test_rows_that_overlap_are_refused():
 
 
 def test_a_matrix_without_rows_is_readable_however_it_was_expanded():
-    """Example: dy without tokens, which no copy makes contiguous."""
+    """Example: an expanded dy without tokens. `contiguous` returns it unchanged, with its strides."""
     assert cuda.readable(torch.ones(1).expand(0, 256))
     assert not cuda.readable(torch.ones(1).expand(16, 256))

@@ -1,7 +1,8 @@
-"""Causal attention of the queries of the last keys, compared with attention of all queries: values and gradients, faults of the
-merge, the calls of cuDNN's ops, the choice of a backend, and callers that watch or trace.
+"""Causal attention where the queries belong to the last keys, compared with attention of all queries: values and
+gradients, planted faults of the merge, calls of cuDNN's ops, choice of a backend, and callers under dispatch modes or
+torch.compile.
 
-The kernel of CPUs runs here. cuDNN's ops are computed by that kernel, with cuDNN's arguments and results.
+The tests run torch's CPU kernel. A stand-in for cuDNN's ops, with the same arguments and results, calls this kernel.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def inputs(chunks: int, size: int = 8, kv_heads: int = 2, length: int = 6) -> list[Tensor]:
-    """q, k, v and dy of a sequence of `chunks` chunks, in float64; scores are not near zero, so that weights are far from
+    """Return q, k, v and dy of `chunks` chunks, in float64. q is scaled so that attention weights are far from
     uniform."""
     generator = torch.Generator().manual_seed(chunks)
     heads = (4, kv_heads, kv_heads, 4)
@@ -44,7 +45,8 @@ def inputs(chunks: int, size: int = 8, kv_heads: int = 2, length: int = 6) -> li
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, length: int = 6) -> list[Tensor]:
-    """y and dq of the last chunk, and dk and dv of all keys, from attention of all queries."""
+    """Compute attention of all queries; return y and dq of the last chunk, and dk and dv of all keys, as if only the
+    last chunk had a gradient."""
     leaves = [each.clone().requires_grad_() for each in (q, k, v)]
     y = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)[:, :, -length:]
     dq, dk, dv = torch.autograd.grad(y, leaves, dy[:, :, -length:])
@@ -54,7 +56,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, length: int = 6) -> list[
 def last(
     attend: Attention, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, dtype: torch.dtype = torch.float64, length: int = 6
 ) -> list[Tensor]:
-    """The same by attention of the last chunk alone."""
+    """Return the same results as `whole`, from attention `attend` of the queries of the last chunk alone."""
     leaves = [each.to(dtype, copy=True).requires_grad_() for each in (q[:, :, -length:], k, v)]
     y = attend(*leaves)
     return [y, *torch.autograd.grad(y, leaves, dy[:, :, -length:].to(dtype))]
@@ -155,7 +157,7 @@ def _backward(
 
 @pytest.fixture
 def cudnn() -> Iterator[None]:
-    """cuDNN's ops on the CPU."""
+    """Replace cuDNN's ops by stand-ins on the CPU."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_scaled_dot_product_cudnn_attention", _forward, "CPU")
         library.impl("_scaled_dot_product_cudnn_attention_backward", _backward, "CPU")
@@ -185,7 +187,7 @@ def test_the_ops_of_this_torch_take_and_return_what_the_table_says() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Names of the ops that run."""
+    """Dispatch mode that records the names of the ops that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +222,7 @@ def test_memory_is_estimated_with_the_op_that_the_estimate_counts() -> None:
         assert causal(q, k, v).is_meta and counted.call_count == 1
 
 
-# Callers that watch or trace
+# Dispatch modes and torch.compile
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_compiled_code_is_one_graph_with_equal_bits() -> None:
 
         torch._dynamo.reset()
         seen.clear()
-        torch.compiler.allow_in_graph(causal)  # as a `dlp.Context` of several ranks does
+        torch.compiler.allow_in_graph(causal)  # a `dlp.Context` of several ranks does the same
         compiled = torch.compile(attend, backend=backend, fullgraph=True)
         for mine, each in zip(last(compiled, q, k, v, dy), last(attend, q, k, v, dy), strict=True):
             assert torch.equal(mine, each)

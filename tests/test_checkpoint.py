@@ -1,5 +1,4 @@
-"""Checkpoints as folders, without ranks: choice of the checkpoint, complete checkpoints, and refusals of incomplete
-ones."""
+"""Folders of checkpoints, without ranks: which checkpoint is loaded, and which folders are refused as incomplete."""
 
 from __future__ import annotations
 
@@ -31,7 +30,8 @@ from launch.report.run_dir import move_aside
 
 
 def make(folder: Path, step: int, **differing: Any) -> Path:
-    """A folder that looks like a finished checkpoint."""
+    """Create a folder that looks like a finished checkpoint, and return it. `differing`: changed entries of the
+    manifest."""
     path = folder / f"step-{step}"
     path.mkdir(parents=True)
     (path / "__0_0.distcp").write_bytes(b"0123")
@@ -140,7 +140,7 @@ def test_an_edited_manifest_is_one_sentence(tmp_path, signed):
     said = 0
     for key, value in ((key, value) for key in good for value in values):
         if good[key] == value or (signed and type(value) is TYPES[key] and value != -1 and key != "files"):
-            continue  # another complete manifest; the run decides whether it fits
+            continue  # the manifest is valid; whether it fits a run is checked elsewhere
         if signed and key == "files" and value == {}:
             continue
         edited = {**good, key: value}
@@ -210,7 +210,7 @@ def test_moving_aside_never_replaces(tmp_path):
     ("index", "reason"),
     [
         (7, ".metadata is no index of tensors (it holds a int)"),
-        (Metadata(state_dict_metadata={"a": 7}), ".metadata is no index of tensors ('a' is none)"),  # type: ignore[dict-item]
+        (Metadata(state_dict_metadata={"a": 7}), ".metadata is no index of tensors ('a' is not a tensor)"),  # type: ignore[dict-item]
         (Metadata(state_dict_metadata={}), ".metadata does not say in which files the tensors are"),
         (
             Metadata(state_dict_metadata={}, storage_data={1: 2}),
@@ -226,5 +226,5 @@ def test_an_index_that_is_none_is_refused(tmp_path, index, reason):
 
 def test_a_config_without_groups_is_refused():
     for config in ("", "groups = 3", "groups = [{}]"):
-        with pytest.raises(ValueError, match="^its config has no such groups: "):
+        with pytest.raises(ValueError, match=r"^\[\[groups\]\] of its config is invalid: "):
             changes(config, config)

@@ -1,5 +1,5 @@
-"""Codes as compressed-tensors: the layout, also read by the package compressed-tensors, and models with codes that are
-saved and loaded."""
+"""Quantized models in the compressed-tensors layout: the layout, which the package compressed-tensors also reads, and
+saved and loaded models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_layout_holds_the_codes_and_the_package_reads_the_same_values(case: 
     exact = {name: exact_of(text) for name, text in header(encoded.exact).items()}
     back = compressed.decode(encoded.tensors, scheme["weights"], exact)
     assert torch.equal(back.dequantize(torch.float32), values[:144])
-    if not (case == "mxfp8-2d" or case == "nvfp4"):  # scales of tiles, repeated for each row
+    if not (case == "mxfp8-2d" or case == "nvfp4"):  # those store the scales of tiles once for each row
         assert back.format == q.format
         for part, before in zip(back.parts, q.parts, strict=True):
             assert torch.equal(as_bytes(part), as_bytes(before))
@@ -65,7 +65,7 @@ def test_the_layout_holds_the_codes_and_the_package_reads_the_same_values(case: 
     assert theirs and config.format == scheme["format"] and config.quantization_status == "compressed"
     group = config.config_groups["group_0"]
     read = BaseCompressor.get_value_from_registry(str(group.format)).decompress(encoded.tensors, group)["weight"]
-    if case == "nvfp4":  # the package divides the scales by dlp's stored reciprocal, in bf16
+    if case == "nvfp4":  # the package decodes in bf16, with a division
         assert (read.float() - values[:144]).abs().max() <= 2**-7 * values.abs().max()
     else:
         assert torch.equal(read.float(), values[:144])
@@ -121,7 +121,8 @@ STATIC: dict[str, Any] = {
 @pytest.mark.parametrize("frozen", [False, True])
 @torch.no_grad()
 def test_static_scales_of_x_come_back_with_the_same_forward(tmp_path, case: str, frozen: bool) -> None:
-    """With the recipe and without, and without the exact range of the header, as from another program, within 1e-3."""
+    """Load with and without the recipe: y has equal bits. Without the exact range in the header, as in files of other
+    programs, y agrees within 1e-3."""
     x, saved = 3 * torch.randn(8, 128).bfloat16(), model()
     if frozen:
         for i in (0, 2):
@@ -152,7 +153,7 @@ def test_static_scales_of_x_come_back_with_the_same_forward(tmp_path, case: str,
     decoded = used.use.activation.cast(x.float(), None, slot=slot).dequantize()
     scale, zero = tensors["0.input_scale"], tensors.get("0.input_zero_point", torch.tensor([0])).int()
     ends = (-448, 448) if stated["type"] == "float" else code_range(stated["num_bits"])
-    narrow = case == "int8"  # which the layout cannot state
+    narrow = case == "int8"  # code -128 is unused; the layout cannot state this
     assert decoded.min() == ((ends[0] + narrow) - zero) * scale and decoded.max() == (ends[1] - zero) * scale
     save_file(tensors, file, metadata={"format": "pt"})
     for recipe in (None, STATIC[case]):
@@ -179,7 +180,7 @@ def test_a_static_scale_of_another_cast_is_refused(tmp_path) -> None:
     with dlp.calibrate(saved, observer="minmax"):
         saved(x)
     dlp.quantize_(saved, {"name": "qat", "weight": "int8 channel"}, mode="static")
-    saved[1].max_scale.fill_(1)  # a buffer of the user, saved as any other
+    saved[1].max_scale.fill_(1)  # a user's buffer, which is saved like other buffers
     dlp.save_compressed(saved, tmp_path)
     other = model_with_buffer()
     with pytest.raises(

@@ -1,4 +1,5 @@
-"""Configuration, without a device: files, overrides, every error message, the printed file and the documentation."""
+"""Run configuration, without a device: files, overrides, every error message, the printed config and the
+documentation."""
 
 import dataclasses
 import os
@@ -101,7 +102,7 @@ def test_recipe_options() -> None:
     assert [step for step, _ in late.swaps(900)] == [738, 1, 7]
 
 
-# Arguments, and below them the complete message, or the beginning of the message followed by "...".
+# A line of arguments; below it, indented, the complete message, or its beginning followed by "...".
 REFUSED = """
 --train.lr fast
     --train.lr: expected a number > 0, got 'fast'
@@ -184,7 +185,7 @@ llama3_1b
 --train.invariant true --train.compile true
     tiny.toml: [train] invariant = true: compiled code adds in an order that depends on shapes; set [train] compile = false
 --train.invariant true --model.fused true
-    tiny.toml: [train] invariant = true: fused sequences add in an order of their own; set [model] fused = false
+    tiny.toml: [train] invariant = true: fused sequences add in another order; set [model] fused = false
 --train.invariant true --train.optimizer muon
     tiny.toml: [train] invariant = true: muon computes on parts of matrices that depend on the mesh; set...
 --train.invariant true --train.main_grads grad
@@ -194,7 +195,7 @@ llama3_1b
 --train.invariant true --train.sentinel 8
     tiny.toml: [train] invariant = true: the sentinel is not tested with sums by the tree; set [train] sentinel = 0
 --train.invariant true --train.dtype fp32
-    tiny.toml: [train] invariant = true: activations of fp32 have other bits at the end of vectors than in vectors; set...
+    tiny.toml: [train] invariant = true: the bits of fp32 activations depend on how kernels vectorize a row; set...
 --train.invariant true --train.ledger always
     tiny.toml: [train] invariant = true: the plan does not predict the bytes of partial sums in fp32; set...
 --train.invariant true --data.reset_attention true
@@ -370,7 +371,7 @@ def test_as_a_program() -> None:
 
 def test_a_cuda_graph_needs_a_gpu() -> None:
     config = load("tiny", ["--mesh.tp", "1", "--train.cuda_graph", "true"])
-    mesh: Any = None  # refused before it is read
+    mesh: Any = None  # the refusal comes before the mesh is used
     with pytest.raises(
         ConfigError, match=r"^tiny.toml: \[train\] cuda_graph = true: expected a GPU, got a CPU; set it to"
     ):
@@ -427,12 +428,13 @@ def test_styles_that_a_llama_cannot_run_are_refused(arguments: str, sentence: st
     assert str(caught.value).startswith(sentence)
 
 
-LATE = ("unknown recipe", "recipe bf16 has no option", "[[groups]] 'edges': ")  # `dlp` knows recipes and patterns
+# Only `dlp` can check recipes and patterns
+LATE = ("unknown recipe", "recipe bf16 has no option", "[[groups]] 'edges': ")
 
 
 def test_settings_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    """Programs check the command line with `early`, which raises the errors of `load`. A `torch` that raises replaces
-    torch."""
+    """`early`, with which programs check the command line, raises the errors of `load` without importing torch. A
+    module `torch` that raises on import replaces torch."""
     for arguments, sentence in PAIRS:
         if not any(late in sentence for late in LATE) and sentence.startswith(("--", "tiny.toml")):
             with pytest.raises(ConfigError, match=re.escape(sentence.removesuffix("..."))):

@@ -1,4 +1,5 @@
-"""Weights of published folders: streamed import and export with equal bits, refusals, and runs with the weights."""
+"""Weights in Hugging Face folders: streamed import and export keep all bits, wrong folders are refused, and runs use
+the weights."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ INDEX = safetensors_folder.INDEX
 
 
 def published(folder: Path, shape: Model = SHAPE, dtype: str = "fp32", **config: Any) -> dict[str, Tensor]:
-    """A folder with several files, as published models have; and its tensors."""
+    """Write a folder with several files, like those of published models; return its tensors."""
     generator, theirs = torch.Generator().manual_seed(3), dict(their_names(shape.layers))
     kind = getattr(torch, convert_hf.NAMES[dtype])
     tensors = {
@@ -72,7 +73,7 @@ def test_what_comes_back_is_what_was_published(tmp_path: Path, dtype: str, famil
 
 
 def test_the_dtype_of_a_checkpoint_is_exported_unless_another_is_asked_for(tmp_path: Path) -> None:
-    """The weights of a run are fp32, and an earlier version exported them rounded to bf16 without a message."""
+    """The weights of a run are fp32. By default they are exported in fp32, and not rounded to bf16."""
     for dtype in ("fp32", "bf16", "fp16"):
         before = published(tmp_path / dtype, dtype=dtype)
         convert_hf.import_folder(tmp_path / dtype, tmp_path / f"{dtype}-ours")
@@ -95,7 +96,7 @@ def test_a_head_of_its_own_is_not_lost_in_a_tied_configuration(tmp_path: Path) -
         tmp_path / "ours", tied, tensors, lambda name: torch.ones(tensors[name].shape), config="", tokenizer=None
     )
     with pytest.raises(
-        ValueError, match="it has a tensor lm_head.weight, which its model, whose manifest ties the head to"
+        ValueError, match="the checkpoint has a tensor lm_head.weight, but its model, whose manifest ties the head to"
     ):
         convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", 512)
     assert not (tmp_path / "back").exists()
@@ -317,8 +318,8 @@ def test_what_is_exported_can_be_read_by_others(tmp_path: Path) -> None:
 
 
 def test_two_imports_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second import starts while the first reads, and completes. The first reports this, and neither damages the
-    other's files."""
+    """The second import starts while the first reads, and finishes earlier. The first import then reports that the
+    target exists, and the files of both are intact."""
     published(tmp_path / "published")
     read, begun = safetensors_folder.read, list[bool]()
 
@@ -334,7 +335,7 @@ def test_two_imports_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pyt
     ):
         convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "published"]
-    weights_only.Reader(tmp_path / "ours")  # whole
+    weights_only.Reader(tmp_path / "ours")  # must not raise: the folder is complete
 
 
 def test_what_a_killed_conversion_left_is_removed_unless_it_is_at_work(tmp_path: Path) -> None:

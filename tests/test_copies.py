@@ -1,4 +1,4 @@
-"""Copies and pickles of layers on one rank, and the state after a first forward in inference mode."""
+"""Copies and pickles of layers on one rank, and layers whose first forward runs in inference mode."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_a_copy_goes_on_as_its_original(again: Callable[[nn.Module], nn.Module],
     trained(model, optimizer, range(3))
     other = again(model)
     bound = other[0].core.bound
-    assert bound is not model[0].core.bound and bound_of(bound.spec_id) is bound  # compiled code finds bounds by id
+    # Compiled code looks up the object by this id
+    assert bound is not model[0].core.bound and bound_of(bound.spec_id) is bound
     with torch.no_grad():
         assert_bit_equal(other(values(9)), model(values(9)))
     pairs = zip(trained(other, attached(other), range(3, 6)), trained(model, optimizer, range(3, 6)), strict=True)
@@ -60,7 +61,7 @@ def test_a_copy_of_an_attached_model_casts_the_weights_it_has(again: Callable[[n
     trained(model, attached(model), range(2))
     other = again(model)
     other(values(0))
-    dlp.end_step(other)  # casts nothing, because no optimizer step would cast again
+    dlp.end_step(other)  # must not cast weights: without an optimizer nothing would cast them again
     with torch.no_grad():
         other[0].weight.mul_(2)
         assert_bit_equal(other(values(0)), 2 * model(values(0)))

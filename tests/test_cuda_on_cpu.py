@@ -1,4 +1,4 @@
-"""The simulated GPU for the kernels' tests (`make emulate`): translation of asm, and detection of wrong threads."""
+"""The simulated GPU for tests of kernels (`make emulate`): translation of asm, and detection of missing barriers."""
 
 from __future__ import annotations
 

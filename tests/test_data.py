@@ -287,13 +287,13 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
     main(["inspect", str(tmp_path / "out" / "train-00000.shard")])
     assert "dtype <u2, vocabulary 257" in capsys.readouterr().out
     main(["inspect", str(tmp_path / "out")])
-    assert capsys.readouterr().out.count(", as its content") == 2
+    assert capsys.readouterr().out.count(", matches the content") == 2
     with pytest.raises(ValueError, match=r"corpus: the folder has no \*.shard files; give a shard, or a folder from"):
         main(["inspect", str(tmp_path / "corpus")])
     arguments[2] = str(tmp_path / "other")
     with pytest.raises(ValueError, match="a validation share of 5.0 is not between 0 and 1: give 0.05 for 5 %"):
         main([*arguments[:-1], "5"])
-    assert "prepare" not in capsys.readouterr().err  # the message comes before any file is read
+    assert "prepare" not in capsys.readouterr().err  # the refusal comes before any file is read
     code, _, err = command("launch.data", "inspect", "README")
     assert code == 1 and err == "README: no such file or folder; give a shard, or a folder from launch.data prepare\n"
 
@@ -304,7 +304,7 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
 def make_stream(
     tmp_path: Path, lengths: tuple[int, ...] = (103, 60), split: str = "train", **settings: int
 ) -> TokenStream:
-    """Shards with increasing tokens, so that a window shows where it begins."""
+    """Return a stream of shards with increasing tokens, so that the tokens of a window show its position."""
     shards, first = [], 0
     for number, length in enumerate(lengths):
         path = tmp_path / f"{number}.shard"
@@ -317,7 +317,7 @@ def make_stream(
 
 
 def global_batch(stream: TokenStream, step: int, world: int) -> torch.Tensor:
-    """The inputs of one step in the global order, collected from the microbatches of all ranks."""
+    """Return the inputs of one step in the order of the global batch, collected from the microbatches of all ranks."""
     micros = stream.global_batch // (stream.micro_batch * world)
     return torch.cat([stream.batch(step, micro, rank, world)[0] for micro in range(micros) for rank in range(world)])
 
@@ -338,7 +338,8 @@ def test_permute_shuffles_and_depends_on_the_key() -> None:
 
 
 def test_order_of_the_data_never_changes() -> None:
-    """A resumed run must read the same data, also with other versions of all packages."""
+    """The order equals a stored order, because a resumed run must read the same data with any version of any
+    package."""
     assert permute(np.arange(8, dtype=np.uint64), 100, (0, 0)).tolist() == [52, 16, 63, 97, 45, 87, 21, 91]
 
 
@@ -379,7 +380,7 @@ def test_an_epoch_reads_every_window_once_and_none_across_shards(tmp_path: Path)
 
 
 def mixed(tmp_path: Path, weights: tuple[float, ...] = (3, 1), **settings: int) -> TokenStream:
-    """Two folders with 12 and 5 windows; tokens of the second begin at 100000."""
+    """Return a stream of two folders with 12 and 5 windows. Tokens of the second folder begin at 100000."""
     opened = []
     for name, length, first in (("a", 81, 0), ("a", 42, 1000), ("b", 51, 100_000)):
         folder = tmp_path / name

@@ -1,5 +1,5 @@
-"""The table of delayed scales: casts write to the table, an update changes the scales, a checkpoint contains the table.
-No ranks."""
+"""The table of delayed scales: casts write amaxes to the table, an update computes new scales, and a checkpoint
+contains the table. No ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def amaxes(**values: float) -> dict[str, float]:
 
 
 def step(table: SlotTable, values: dict[str, float]) -> None:
-    """Update the scales after a step in which the slots were cast with the given amaxes."""
+    """Stage the given amaxes in their slots, as casts do, and update the scales."""
     for name, value in values.items():
         slot = table.slot(name)
         slot.staging.copy_(torch.maximum(slot.staging, torch.tensor(value)))
@@ -107,8 +107,8 @@ def test_merging_takes_the_largest_histories_and_recomputes_scales():
     ("algorithm", "amax"), [(lambda window: window.mean(0), 3.5), ("max", 4.0), ("most_recent", 3.0)]
 )
 def test_merged_scales_follow_from_merged_histories_by_the_slots_own_algorithm(algorithm, amax):
-    """Two ranks have the amaxes 2, 3 and 4, 1. The scale of the largest amaxes of both, 4, 3, differs from the scales
-    of each rank."""
+    """Two ranks have the histories (2, 3) and (4, 1). The merged scale follows from the elementwise maxima (4, 3), and
+    differs from the scale of each rank."""
     options = SlotOptions(448.0, amax_history_len=3, amax_compute_algo=algorithm)
     states = []
     for values in ((2.0, 2.0, 3.0), (2.0, 4.0, 1.0)):
@@ -132,7 +132,7 @@ def test_wrong_options_are_refused(options: dict, message: str):
 
 
 def scaling(**changed: SlotUse) -> ScalingState:
-    """Scaling state with three slots: cast in forward and shared by ranks, owned by this rank alone, and cast in
+    """Return a scaling state with three slots: x, cast in forward and shared by ranks; w, not shared; dy, cast in
     backward."""
     uses = {"x": SlotUse(E4M3, True, True), "w": SlotUse(E4M3, True, False), "dy": SlotUse(E5M2, False, True)}
     return ScalingState(uses | changed)

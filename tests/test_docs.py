@@ -66,14 +66,14 @@ def run_blocks(page: str, chosen: Sequence[Block], directory: str) -> None:
     """Run `chosen` in one namespace, with `directory` as the working directory."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     with contextlib.chdir(directory), restored_table(), restored_fusions(), warnings.catch_warnings():
-        warnings.filterwarnings("error", "FSDP2-wrapped module")  # the model ends in a view
+        warnings.filterwarnings("error", "FSDP2-wrapped module")  # torch warns if the output of a model is a view
         for block in chosen:
             code = "\n" * (block.line - 1) + block.code
             exec(compile(code, page, "exec"), namespace)
 
 
 def runs() -> list[tuple[Path, int]]:
-    """(page, number of ranks) of every run."""
+    """Return (page, number of ranks) of every run; 0 ranks: the run uses no ranks."""
     worlds = {page: sorted({block.ranks for block in blocks(page.read_text())}) for page in PAGES}
     return [(page, world) for page in PAGES for world in worlds[page]]
 
@@ -164,7 +164,7 @@ def folders() -> list[Path]:
 
 
 def files(mention: str) -> list[Path]:
-    """The files or folders of the repository whose paths end with a path that a page mentions."""
+    """Return the files or folders of the repository whose paths end with `mention`, a path in a page."""
     return [place / mention for place in folders() if (place / mention).exists()]
 
 

@@ -1,11 +1,11 @@
 """The shell commands in README.md and docs/*.md run.
 
     ```bash       every command runs, in the order of the page, in one folder with the files that the page presupposes
-    ```bash gpus  needs GPUs, or larger meshes under torchrun; also hosts, network, minutes: the test lacks these
+    ```bash gpus  the commands do not run, because they need GPUs, many ranks, several hosts, a network or minutes
 
-For marked blocks, the test checks settings and modules. A command runs in a separate process that has already imported
-torch. Training runs two more steps instead of hundreds, make prints its recipe, which then runs without torchrun, and
-torchrun commands run on two ranks.
+For blocks with the mark `gpus`, the test checks that modules exist and settings are valid. A command runs in a fork
+that has already imported torch. A training run ends after two steps, the commands of a make target run without
+torchrun, and torchrun commands run on at most two ranks.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ SHORT = {  # shorter settings of programs that take minutes
 
 
 def blocks(text: str) -> Iterator[tuple[list[str], str, int]]:
-    """(commands, mark, line) of each shell block. Raises ValueError for an unknown mark, and for commands in another
-    block."""
+    """Yield (commands, mark, line) of each shell block. Raise ValueError for an unknown mark, and for commands in a
+    block that is not marked as bash."""
     for fence in FENCE.finditer(text):
         _, info, code = fence.groups()
         line = text.count("\n", 0, fence.start(3)) + 1
@@ -87,7 +87,7 @@ def shlex_split(line: str) -> list[str]:
 
 
 def statistics(records: Sequence[dict[str, Any]], title: str, out: Path) -> None:
-    """Replacement for `write_stats`: the records have statistics."""
+    """Replacement for `write_stats`: check that the records have statistics, and draw nothing."""
     assert any("stats" in record for record in records), title
 
 
@@ -180,13 +180,13 @@ def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) 
 
 
 def run_of(arguments: Sequence[str]) -> str:
-    """The folder of a run whose command does not name a folder."""
+    """Return the folder of a run, from the name of its config, as `launch.train` chooses it."""
     default = "transformers" if "--model" in arguments else "tiny"
     return f"runs/{next((Path(each).parent.name for each in arguments if each.endswith('.toml')), default)}"
 
 
 def renumber(made: Path, step: int) -> None:
-    """Rename the last checkpoint of a shortened run to the name in the complete run."""
+    """Rename the last checkpoint of a shortened run to the step at which the complete run would end."""
     whole = made.rename(made.with_name(f"step-{step}"))
     write_manifest(whole, {**read_manifest(whole), "step": step})
 
@@ -195,7 +195,7 @@ def by_make(folder: Path, arguments: list[str]) -> None:
     """Run the commands that `make` would run. Commands that start the test suite are only expanded."""
     made = subprocess.run(
         ["make", "-n", *arguments, "PYTHON=python", "DEVICE=cpu"], cwd=ROOT, capture_output=True, text=True, check=True,
-        env={"PATH": os.environ["PATH"]},  # no variables of the `make test` that runs this test, such as ARGS
+        env={"PATH": os.environ["PATH"]},  # variables of a `make test` that runs this test, such as ARGS, must not be inherited
     )  # fmt: skip
     recipe = made.stdout.replace("\\\n", " ").splitlines()
     found = [line for line in recipe if "check_env" not in line and " -m " in line]
@@ -244,7 +244,8 @@ def check_settings(typed: str) -> None:
 
 @pytest.fixture(scope="module")
 def presupposed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files that the pages presuppose: texts, data, a tokenizer, published weights, and a run of tiny at step 200."""
+    """Folder with the files that the pages presuppose: texts, data, a tokenizer, published weights, and a run of tiny
+    at step 200."""
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder = tmp_path_factory.mktemp("pages")
     rows = [f"a row of text with the number {number % 50}" for number in range(1200)]

@@ -25,7 +25,8 @@ from tests.restored_tables import restored_fusions, restored_table
 from tools import site
 
 NAMES = [name for names in site.public_names().values() for name in names]
-BASES = ("FusibleOperation", "BasicOperation", "FusedOperation", "OperationFuser")  # their subclasses define shapes
+# Base classes without a Shape section
+BASES = ("FusibleOperation", "BasicOperation", "FusedOperation", "OperationFuser")
 NO_OPENING = re.compile(r"(Of|What|Where|Whose|Those|Which|The one|A rank's)\b")
 SECTION = re.compile(r"^([A-Z]\w+):\n((?:    .*\n|\n)+)", re.MULTILINE)
 
@@ -41,7 +42,8 @@ def sections(docstring: str) -> dict[str, str]:
 
 
 def parameters(found: Any) -> set[str]:
-    """Parameters that a caller passes; `*args` and `**kwargs` of nn.Module and Protocol are none."""
+    """Return the parameters of a function or class. If there are only `*args` and `**kwargs`, as in nn.Module and
+    Protocol, return none."""
     signature = inspect.signature(found).parameters.values()
     marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     names = {marks.get(parameter.kind, "") + parameter.name for parameter in signature}
@@ -49,7 +51,7 @@ def parameters(found: Any) -> set[str]:
 
 
 def due(found: Any) -> set[str]:
-    """Titles of the sections that a public class or function needs."""
+    """Return the titles of the sections that the docstring of a public class or function needs."""
     plain = inspect.unwrap(found)
     needed = {"Examples"} | ({"Args"} if parameters(found) else set())
     if inspect.isclass(found):

@@ -1,13 +1,13 @@
 """Every error names a remedy or has a row in docs/errors.md, and each message is in a test.
 
-A message names a remedy by a clause that begins with a verb ("; set overlap = 'serial'"), by the allowed values ("must
-be 0 or 1", "the nearest are ..."), or by a remedy that is inserted at the end ("; {remedy}"): `WAY_OUT`. The page has a
-row, with cause and remedy, for each other message. A message that names a remedy has a row only if the row links to a
-page with more information: no row repeats a message. `PARTS` are reasons that a message with a remedy quotes.
+`WAY_OUT` matches messages that name a remedy: by a clause that begins with a verb ("; set overlap = 'serial'"), by the
+allowed values ("must be 0 or 1", "the nearest are ..."), or by an inserted text at the end ("; {remedy}"). Each other
+message has a row in the page, with cause and remedy. A message that names a remedy has a row only if the row links to a
+page with more information. `PARTS` are messages of inner errors, which another message with a remedy quotes.
 
-The message in a row has … in place of values, and may be cut at the end. "In a test" means that a string in a test
-contains a part of the fixed text of the message, for which only a test that provokes the error has a use. Kernels are
-excluded, because errors of kernels are mistakes in dlp, or higher layers raise errors first.
+The message in a row has … in place of values, and may be cut at the end. A message counts as tested if a string in a
+test contains at least ENOUGH characters of its fixed text. Kernels are excluded, because their errors are mistakes in
+dlp, or higher layers raise errors first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.syntax import nodes_in
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
-OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not of users
+OURS = ("AssertionError", "NotImplementedError")  # mistakes in dlp, not errors of users
 FOLDERS = ("dlp", "launch", "bench")
 VERBS = (
     "add ask assign attach begin build call check choose compute construct convert copy correct create cut declare decode "
@@ -39,10 +39,10 @@ WAY_OUT = re.compile(
 )
 PARTS = (
     "it names ….…, which no index", "… is no index of tensors", "… does not say in which files", "… and the manifest list",
-    "…, as when ranks do not share", "its config has no such groups", "… is no file beside it", "… is of another run: …",
+    "…, as when ranks do not share", "[[groups]] of its config is invalid", "… is no file beside it", "… is of another run: …",
 )  # fmt: skip
 KINDS = (ast.Constant, ast.JoinedStr, ast.Raise)
-ENOUGH = 16  # characters that distinguish a message from others
+ENOUGH = 16  # number of characters by which a message is recognized
 
 
 def template(node: ast.AST) -> str:
@@ -55,7 +55,8 @@ def template(node: ast.AST) -> str:
 
 
 def pieces(message: str) -> set[str]:
-    """Every substring of ENOUGH characters without values, or the longest fixed part if it is shorter."""
+    """Return every substring of ENOUGH characters of the fixed text between values; if all fixed parts are shorter, the
+    longest part."""
     fixed = message.split("…")
     enough = min(ENOUGH, max(map(len, fixed)))
     return {part[i : i + enough] for part in fixed for i in range(len(part) - enough + 1)}
@@ -70,12 +71,12 @@ def strings(folder: str) -> list[str]:
 
 @functools.cache
 def said() -> list[str]:
-    """Every string of the code that users run."""
+    """Return every string in the code of FOLDERS."""
     return [text for folder in FOLDERS for text in strings(folder)]
 
 
 def raised() -> Iterator[tuple[str, str]]:
-    """(place, message) of every raise that has a message in the source."""
+    """Yield (file and line, message) of every `raise` with a string as its message."""
     for folder in ("dlp/comm", "dlp/parallel", "dlp/quant", *FOLDERS[1:]):
         for path, node in nodes_in(folder, KINDS):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:

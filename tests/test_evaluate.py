@@ -1,4 +1,4 @@
-"""Checkpoints of runs without the training: evaluation as in the run, and generated text."""
+"""Programs that load a checkpoint of a run: evaluation, with the loss of the run, and text generation."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_it_finds_the_loss_that_the_run_found(ranks, checkpoint):
 
 
 def by_main(name: str, *arguments: str) -> str:
-    """Output of a program in a worker of one rank, whose process group continues to exist."""
+    """Run a program in a worker of one rank, without destroying its process group; return the output."""
     out, program = io.StringIO(), {"evaluate": evaluate, "generate": generate}[name]
     with patch.object(program, "shutdown"), contextlib.redirect_stdout(out):
         program.main(arguments)
@@ -157,7 +157,8 @@ def other_tokenizer(path: str) -> str:
 
 
 def written(path: str, tp: int, temperature: float, seed: int) -> list[int]:
-    """Text in fp32, so that sharding and the cache do not change tokens. Runs in a worker."""
+    """Return generated tokens. The model runs in fp32, so that sharding and the cache do not change them. Runs in a
+    worker."""
     found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
     return generate.write(found, PROMPT, 12, generate.Sampling(temperature, seed=seed)).tokens[0].tolist()
 
@@ -190,8 +191,8 @@ def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
 
 
 def ends(path: str, tp: int) -> tuple[list[int], list[int], list[int], int]:
-    """Text; text that stops before a given token; the tokens before that token; and two texts that end separately. Runs
-    in a worker."""
+    """Return a text, the same text with a stop token in its middle, the new tokens before the stop token, and the stop
+    token. Check that texts of a batch stop separately. Runs in a worker."""
     found, prompt = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16")), PROMPT.shape[1]
     hot = generate.Sampling(3.0)
     whole = generate.write(found, PROMPT, 12, hot).tokens[0].tolist()
@@ -328,8 +329,8 @@ def test_each_of_several_prompts_is_written_on_as_if_it_were_alone(ranks, checkp
 
 
 def scored(path: str, tp: int) -> tuple[list[float], list[bool], str, list[Any]]:
-    """Scores of a continuation that follows and of one that does not; a text up to a given string; and the results for
-    lm_eval. Runs in a worker."""
+    """Return the scores of the most likely continuation and of two others, whether each is the most likely, a generated
+    text, and the results for lm_eval. Check that a text can end at a given string. Runs in a worker."""
     found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
     context, follows = PROMPT[0].tolist(), generate.write(found, PROMPT, 3).tokens[0, 5:].tolist()
     scores = [harness.score(found, context, each) for each in (follows, [*follows[:2], 0], [255])]

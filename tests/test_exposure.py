@@ -1,4 +1,4 @@
-"""Exposed communication: the arithmetic of spans, and a profiled step."""
+"""Exposed communication: unions and intersections of time spans, and a profiled step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda s:
 
 
 def moments(spans: list[tuple[float, float]]) -> set[int]:
-    """The microseconds that are inside of some span."""
+    """Return the set of integers that lie in some span."""
     return {moment for start, end in spans for moment in range(int(start), int(end))}
 
 

@@ -1,4 +1,5 @@
-"""Constant factors, and values that must not change, which AdamW, clipping and a decreasing loss would hide."""
+"""Constant factors of gradients, and values that must not change: a run with AdamW and clipping would not show errors
+in these, because its loss decreases anyway."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.quantizers import quantize
 
 
 def test_dgrads_of_siblings_are_summed_in_fp32():
-    """In bf16 256 + 1 + 1 would be 258, too, unless the sum is rounded in between."""
+    """In bf16 256 + 1 rounds to 256. The sum of the three dgrads is 258 only if it is not rounded after the second."""
     layer = ColumnParallelLinear(16, (16, 16, 16), recipe="bf16", dtype=torch.bfloat16)
     for weight, value in zip(layer.parameters(), (256.0, 1.0, 1.0), strict=True):
         torch.nn.init.constant_(weight, value)
@@ -62,7 +63,8 @@ def test_statistics_of_a_step_begin_at_zero():
 
 
 class _Slot:
-    """Records the amaxes on which a kernel agrees, and simulates the maxima of ranks by adding 1."""
+    """Stand-in for a slot: records the amaxes on which ranks agree, and returns them plus 1 as the maxima of all
+    ranks."""
 
     def __init__(self) -> None:
         self.launches: list[int] = []

@@ -1,4 +1,4 @@
-"""Flows of inference: freeze, calibrate, codes and quantize_, on one rank."""
+"""Quantization for inference on one rank: freeze, calibrate, saved codes, and quantize_."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_frozen_layers_are_captured_and_equal_blocks_share_a_graph(mode, monkeyp
             block.compile(backend="aot_eager", fullgraph=True)
         for seed in range(4):
             assert_bit_equal(model(batch(seed)), expected[seed])
-        # one for each linear of a block, and one more if x had this dtype before
+        # two linears in a block, and for each a second graph after x has had a dtype
         assert counters["stats"]["unique_graphs"] <= 4
         assert "forward: captured in 6 layers" in describe(model), describe(model)
 
@@ -151,7 +151,7 @@ def test_static_scales_are_what_was_observed(observer):
 )
 @torch.no_grad()
 def test_what_is_no_scale_is_refused(observer, x, said):
-    """A value that is not a scale is refused for a scale of 1, or of another layer."""
+    """`calibrate` refuses an observed value that is no valid scale, and leaves the layers without scales."""
     model = net()
     with pytest.raises(ValueError, match=f"^calibrate: {said}"), dlp.calibrate(model, "**", observer):
         model(batch() if x is None else x.bfloat16())
@@ -224,7 +224,8 @@ def quantized_alike(other: nn.Module, model: nn.Module, plain: bool, recipe: str
     """A quantized model with scales that differ from the scales that will be loaded."""
     with dlp.calibrate(other):
         other(3 * batch())
-        for layer in (other[0], other[2]):  # all weights are zero, and so is the input of the second layer
+        # Run each layer alone: weights are zero, so x of the second layer would be zero
+        for layer in (other[0], other[2]):
             layer(torch.ones(4, layer.in_features).bfloat16())
         other(3 * batch())
     if plain:
@@ -291,7 +292,10 @@ def test_what_cannot_be_done_is_refused():
         dlp.freeze(model, "**", "fp8_current", mode="fast")
     with pytest.raises(ValueError, match="a static scale is one per tensor"):
         dlp.quantize_(net(), "nvfp4", mode="static")
-    with pytest.raises(ValueError, match=r"did not run: call the model inside, not compiled"), dlp.calibrate(model):
+    with (
+        pytest.raises(ValueError, match=r"did not run: call the model inside dlp.calibrate, not compiled"),
+        dlp.calibrate(model),
+    ):
         pass
     assert model[0].weight.isfinite().all(), "nothing was changed"
     tied = net()

@@ -20,7 +20,7 @@ Candidate = tuple[table.Codes, table.Codes, table.Floats]  # codes [blocks, heig
 
 
 def in_order(squares: table.Floats) -> table.Floats:
-    """The sum of each block [height, 16], term by term."""
+    """Return the fp32 sum of each block [height, 16], added term by term in order."""
     total = np.zeros(len(squares), F32)
     if squares.shape[1] == 1:
         for i in range(16):
@@ -53,7 +53,7 @@ def blocks_of(x: Tensor, height: int) -> table.Floats:
 
 
 def check(quantizer: Nvfp4Scaling, x: Tensor, amax: Tensor | None = None) -> float:
-    """Compare the cast of x with the formula; return the share of blocks that take 4."""
+    """Compare the cast of x with the formula; return the share of blocks that choose the scale for 4."""
     amax = quantizer.observe(x) if amax is None else amax
     q = quantizer.cast(x, amax)
     height = quantizer.format.block[0]
@@ -80,8 +80,8 @@ def uniform(seed: int, rows: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("quantizer", [ROW, TILE, TRANSFORMED], ids=["rows", "tiles", "rht"])
 def test_casts_are_the_formula(quantizer):
-    """The test uses values of all magnitudes in fp32 and bf16, with a tensor amax that other ranks enlarged, and with
-    one near the limits."""
+    """Compare with the formula for values of all magnitudes in fp32 and bf16, with the amax of the tensor, a larger
+    amax as from other ranks, and amaxes near FLT_MAX."""
     shares = []
     for seed, dtype, exponent in ((0, torch.bfloat16, 0), (1, torch.float32, -20), (2, torch.float32, 9)):
         for x in (matrix(seed, 64, 96, exponent, dtype), (uniform(seed, 64, 96) * 2.0**exponent).to(dtype)):
@@ -94,8 +94,8 @@ def test_casts_are_the_formula(quantizer):
 
 
 def test_worked_blocks():
-    """The expected codes were computed by hand for a tensor amax of 6: stored 10.5, S_enc 256, block scales 256 and
-    384, that is, 1 and 1.5."""
+    """The expected codes were computed by hand for a tensor amax of 6. Then the stored amax is 10.5, S_enc is 256, and
+    the block scales of the candidates are 256 and 384, which decode to 1 and 1.5."""
     x = torch.zeros(4, 16)
     x[0, :2] = torch.tensor([6.0, 4.5])  # scale 1: 4.5 -> 4; scale 1.5: 4 and 3, exactly
     x[1, :2] = torch.tensor([6.0, 4.0])  # scale 1: exact; scale 1.5: 2.67 -> 3
@@ -110,8 +110,8 @@ def test_worked_blocks():
 
 @pytest.mark.parametrize("quantizer", [ROW, TILE], ids=["rows", "tiles"])
 def test_the_sum_is_fp32_in_its_order(quantizer):
-    """The two errors are equal except for the rounding of their sums. A wider sum would always take 6, and another
-    order would take other blocks."""
+    """In these blocks the errors of the two candidates are equal except for the rounding of their fp32 sums. With wider
+    sums all blocks would choose 6, and with another order other blocks would choose 4."""
     x = four_over_six_ties(256, 256, quantizer.format.block[0])
     assert 0.1 < check(quantizer, x, torch.tensor(6.0)) < 0.9
 
@@ -139,7 +139,7 @@ def test_values_that_are_not_finite_take_six():
 
 
 def test_the_error_is_never_larger_than_with_six_alone():
-    """Both casts have the same stored amax, so that the candidate of 6 is the plain cast."""
+    """Both casts use the same stored amax, so that the candidate with scale for 6 is the cast without four over six."""
     x = uniform(6, 256, 256)
     for quantizer in (ROW, TILE, TRANSFORMED):
         amax, values = quantizer.observe(x), quantizer.values(x).double()

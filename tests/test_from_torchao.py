@@ -38,8 +38,8 @@ CASES = [
 
 @pytest.fixture
 def ao(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """torchao, patched to believe that there is a GPU: torchao requires a GPU before it casts activations, but runs on
-    a CPU."""
+    """Return torchao's module without its check of the hardware: torchao demands a GPU for casts of activations, but
+    also runs on a CPU."""
     api = pytest.importorskip("torchao.quantization.quant_api")
     monkeypatch.setattr(api, "_check_hardware_support", lambda granularity: None)
     return api
@@ -108,7 +108,7 @@ def test_outputs_are_within_one_ulp_of_torchaos(ao, recipe, mode):
     assert ulps(frozen(x), theirs(x)).max() <= 1
 
 
-@pytest.mark.parametrize(("recipe", "mode"), [CASES[0], *CASES[2:]])  # torchao does not cast rows of fp32
+@pytest.mark.parametrize(("recipe", "mode"), [CASES[0], *CASES[2:]])  # torchao casts rows of bf16 only
 @torch.no_grad()
 def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
     ours, _, theirs, x = both(ao, recipe, mode, torch.float32, False)
@@ -121,8 +121,8 @@ def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
 @pytest.mark.parametrize(("recipe", "mode"), CASES)
 @torch.no_grad()
 def test_scales_of_torchao_are_ours_rounded_to_bf16(ao, recipe, mode):
-    """This difference of scales causes the difference of bf16 outputs. The outputs of dlp are not farther from the
-    exact outputs."""
+    """Outputs in bf16 differ from torchao's only because of the rounded scales. The outputs of dlp are at least as
+    close to the exact outputs."""
     ours, _, theirs, x = both(ao, recipe, mode, torch.bfloat16, False)
     weight = ours[0].weight
     assert isinstance(weight, QuantizedParameter)
@@ -132,7 +132,7 @@ def test_scales_of_torchao_are_ours_rounded_to_bf16(ao, recipe, mode):
 
 
 def gw_hp(role: str) -> Operand | None:
-    """torchao's rowwise_with_gw_hp as a factory, with each of its six casts."""
+    """Factory of a custom recipe with the six casts of torchao's rowwise_with_gw_hp."""
     row, hp = RowwiseScaling(power_of_two=True), KeepHighPrecision()
     return {
         "linear_input": Operand(row, hp),
@@ -151,7 +151,7 @@ def gw_hp(role: str) -> Operand | None:
     ],
 )
 def test_training_has_the_outputs_and_gradients_of_torchao(theirs, ours, equal, dtype):
-    """Both sides are emulated. The magnitudes of rows and columns differ by up to 2^10."""
+    """Both libraries run emulated FP8 GEMMs. The magnitudes of rows and columns of the inputs differ by up to 2^10."""
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -1,4 +1,5 @@
-"""Both gradients of a gate, observed and cast together, have the bits of separate casts, on a CPU and emulated."""
+"""Observing and casting both gradients of a gated activation together gives the bits of separate casts, with the CPU
+code and with emulated kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal
 
 QUANTIZERS = [CurrentScaling("e5m2"), DelayedScaling("e5m2"), BlockScaling(), BlockScaling("e5m2", power_of_two=False)]
-Made = tuple[list[torch.Tensor], list[torch.Tensor]]  # parts, and recorded amaxes and flags
+Made = tuple[list[torch.Tensor], list[torch.Tensor]]  # parts of the operands; amaxes and flags
 
 
 def gradients(act: str, rows: int) -> ops.GatedGrads:
@@ -90,6 +91,6 @@ def test_an_activation_may_be_called_by_name_where_kernels_run():
     ("rows", "cols", "takes"), [(128, 256, True), (0, 256, False), (128, 0, False), (96, 256, False)]
 )
 def test_the_kernels_take_whole_tiles_and_at_least_one(rows, cols, takes):
-    """A launch without blocks is an error of CUDA."""
+    """Kernels run only for at least one complete tile, because a CUDA launch without thread blocks is an error."""
     grads = ops.GatedGrads(*(torch.zeros(rows, 256).bfloat16()[:, :cols] for _ in range(3)), "silu")
     assert gate_grads.takes_gate_grads(grads) == takes

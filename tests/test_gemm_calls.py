@@ -1,5 +1,5 @@
-"""Arguments of GEMMs that layers and recipes pass to cuBLASLt, read from plans of an emulated device, and refused
-arguments. No ranks."""
+"""Arguments of GEMMs that layers pass to cuBLASLt for each recipe, read on an emulated device; and refused arguments.
+No ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from tests.test_gemms import operands
 
 M, N, K = 64, 128, 256
 SIZES = {(M, N, K): "fprop", (M, K, N): "dgrad", (N, K, M): "wgrad"}
-FAST, SMS = 16, 18  # indices in the arguments of a GEMM, see csrc/cublaslt.h
+FAST, SMS = 16, 18  # indices of fast accumulation and the number of SMs in the arguments of a GEMM (csrc/cublaslt.h)
 SPLIT_BUT_FPROP = {"fprop": 1, "dgrad": 0, "wgrad": 0}
 
 
 def planned(recipe: dlp.Recipe) -> dict[str, tuple[gemms.GemmProblem, bool]]:
-    """The arguments of each GEMM that a linear of this recipe runs, and whether a measured choice was allowed."""
+    """Return, for fprop, dgrad and wgrad of a linear, the arguments of the GEMM, and whether it may use a measured
+    algorithm."""
     linear = dlp.Linear(K, N, recipe=recipe, dtype=torch.bfloat16)
     x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
     linear(x).sum().backward()
@@ -88,7 +89,7 @@ def test_a_gemm_may_be_limited_to_some_multiprocessors():
 def test_a_product_of_nothing_is_zero(recipe: dlp.Recipe, which: str, on: str, request: pytest.FixtureRequest):
     full = [matrix(seed, 64, 128) for seed in range(2)]
     if recipe.operands(which)[0].format.basis:
-        return  # transforms exist for complete blocks only
+        return  # the Hadamard transform needs complete blocks
     a, b = operands(recipe, which, *full)
     none = operands(recipe, which, full[0][:0], full[1])[0]
     if on == "emulated":

@@ -1,5 +1,5 @@
-"""The source of dlp's own Hopper GEMM (csrc/gemm_sm90.cu) on a simulated device on the CPU, with clusters, barriers, copies and
-products (tests/cuda_on_cpu)."""
+"""The source of dlp's Hopper GEMM (csrc/gemm_sm90.cu), compiled for the CPU and run on a simulated GPU with clusters,
+barriers, TMA copies and tensor-core products (tests/cuda_on_cpu)."""
 
 from __future__ import annotations
 

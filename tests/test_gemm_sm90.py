@@ -1,4 +1,5 @@
-"""Choice of block-scaled GEMMs for our own kernel, from sizes and layouts alone: no device is needed."""
+"""Which block-scaled GEMMs run on dlp's kernel for Hopper, decided from sizes and layouts alone: no device is
+needed."""
 
 from __future__ import annotations
 

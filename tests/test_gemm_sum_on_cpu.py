@@ -1,4 +1,5 @@
-"""The source of the Hopper GEMM of siblings (csrc/gemm_sum_sm90.cu) on a simulated device on the CPU (tests/cuda_on_cpu)."""
+"""The source of the Hopper GEMM that sums the dgrads of siblings (csrc/gemm_sum_sm90.cu), compiled for the CPU and run
+on a simulated GPU (tests/cuda_on_cpu)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Case(NamedTuple):
 
 
 class Problem:
-    """Operands of a case: for each term codes A and B, and both scales."""
+    """Operands of a case: for each sibling the codes A and B, and both scales."""
 
     def __init__(self, case: Case) -> None:
         rows, cols, contractions, code, self.dtype = case
@@ -44,7 +45,7 @@ class Library:
         self._multiply = Multiply("gemm_sum_sm90.cu", jobs, launch)
 
     def product(self, problem: Problem, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows [start, stop) of the sum."""
+        """Run the kernel for rows [start, stop) of the sum."""
         (rows, cols), terms = problem.exact[start:stop].shape, []
         made = torch.full((rows, cols), torch.nan, dtype=problem.dtype)
         for a, b, a_scale, b_scale in problem.terms:

@@ -32,7 +32,7 @@ from tests.quantizers import EXPONENTS, SEEDS, every_recipe, matrix, quantize
 
 
 def operands(recipe: Recipe, which: str, a: Tensor, b: Tensor) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """A and B of one GEMM of the recipe; columnwise operands are cast from a transposed view, as in a linear."""
+    """Return A and B of one GEMM of the recipe. Columnwise operands are cast from a transposed view, as in a linear."""
     quantizers, sides = recipe.operands(which), GEMM_OPERANDS[which][1::2]
     views = (x if side == "rowwise" else x.t().contiguous().t() for x, side in zip((a, b), sides, strict=True))
     made = [quantize(quantizer, view) for quantizer, view in zip(quantizers, views, strict=True)]
@@ -40,7 +40,7 @@ def operands(recipe: Recipe, which: str, a: Tensor, b: Tensor) -> tuple[Quantize
 
 
 def exact(a: QuantizedTensor, b: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """The float64 product of the decoded operands, and of their magnitudes."""
+    """Return the float64 product of the decoded operands, and the product of their magnitudes."""
     left, right = a.dequantize().double(), b.dequantize().double()
     return left @ right.t(), left.abs() @ right.abs().t()
 
@@ -102,8 +102,8 @@ def test_nvfp4_is_exact_in_any_order_of_summation(scale_bytes: tuple[int, ...]):
 
 
 def test_int8_sums_are_exact_however_long():
-    """The sum of products exceeds the range of int32, and is rounded once to fp32. The padding for a GPU adds
-    nothing."""
+    """The sum of products exceeds the range of int32, and is rounded once to fp32. The padding that GPUs need does not
+    change the sum."""
     fmt = IntScaling().format
     a, b = (torch.full((rows, 2**17 + 24), -128, dtype=torch.int8) for rows in (2, 3))
     a[1, ::3] = 127
@@ -123,7 +123,8 @@ def test_int8_sums_are_exact_however_long():
 @pytest.mark.parametrize("contraction", [64, 100, 2**16 + 24])
 @pytest.mark.parametrize(("left", "right"), [(False, True), (True, False), (False, False)])
 def test_zero_points_are_folded_into_exact_sums(run: GemmLaunch, contraction: int, left: bool, right: bool):
-    """The float64 product of codes less zero points at the ends of int8, where a sum needs more than 32 bits; rounded once."""
+    """The result is the exact product of codes minus zero points, rounded once to fp32. Codes and zero points are
+    extreme, so that sums need more than 32 bits."""
     a, b = (torch.randint(-128, 128, (rows, contraction), dtype=torch.int8) for rows in (3, 5))
     a[0], b[0] = 127, 127
     a_zero, b_zero = (torch.randint(-128, 128, (rows,), dtype=torch.int8) for rows in (3, 5))
@@ -143,11 +144,11 @@ KINDS: list[Quantizer] = [
     KeepHighPrecision(), CurrentScaling(), RowwiseScaling(power_of_two=False), BlockScaling(), BlockScaling(power_of_two=False),
     MxScaling("e5m2"), Nvfp4Scaling(tile=True), IntScaling(), IntScaling(4, symmetric=False), IntScaling(4, 32),
 ]  # fmt: skip
-# Scales inside the contraction that are not powers of two
+# Formats that cannot be decoded exactly to bf16, because scales within the contraction are not powers of two
 NEVER = {BlockScaling(power_of_two=False), IntScaling(4, 32)}
 MIXED = [
     (left, right) for left in KINDS for right in KINDS
-    if left != right and not left.format.gemm_kind == right.format.gemm_kind == "fp8_block_1d"  # has a kernel
+    if left != right and not left.format.gemm_kind == right.format.gemm_kind == "fp8_block_1d"  # this pair is native
 ]  # fmt: skip
 
 

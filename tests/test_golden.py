@@ -1,6 +1,7 @@
-"""Every case of the golden files, under the id `group/id`, through the public quantizers and operations. No ranks.
+"""The public quantizers and operations give the results of the golden files. A test runs each case; its id is
+`group/id`. No ranks.
 
-    pytest tests/test_golden.py --golden FILE        # any file of the schema, instead of the two that are shipped
+    pytest tests/test_golden.py --golden FILE        # another file of the same schema
 
 A group that is not in GROUPS, or a field that its check does not know, fails.
 """
@@ -63,7 +64,7 @@ def quantize(quantizer: Quantizer, x: Tensor) -> QuantizedTensor:
 
 
 def block_of(case: Case) -> Tensor:
-    """x [1, n] from x_prefix and fill."""
+    """Return x [1, n]: the values x_prefix, continued by the value fill."""
     prefix = floats(case["x_prefix"])
     x = torch.cat([prefix, one(case["fill"]).expand(case["n"] - len(prefix))])
     return x.to(DTYPES[case["dtype"]])[None]

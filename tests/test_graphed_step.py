@@ -21,8 +21,8 @@ from dlp.parallel.model.graph import WARM_UP, CapturedStep, GraphedStep, Replays
 
 
 class SimulatedGraph:
-    """Simulated graph: each replay runs the work. The capture runs the work once without undoing it, because the policy
-    must not depend on this."""
+    """Simulated graph: the constructor, which stands for the capture, runs nothing; each call is a replay and runs the
+    work."""
 
     made = 0
 

@@ -189,7 +189,7 @@ def test_a_group_left_with_no_layer_is_refused():
     default = LayerGroup("default", ["layers.**"], recipe="fp8_current")
     edges = LayerGroup("edges", ["layers.{0,-1}.**"], recipe="bf16")
     two = [name for name in NAMES if ".0." in name or ".1." in name]
-    message = "group 'default' is left with no layer: every layer that the group matches is taken by 'edges'"
+    message = "group 'default' has no effect: on every matching layer, its fields are overridden by 'edges'"
     with pytest.raises(ValueError, match=message):
         resolve([default, edges], two, {"model.layers": 2}, prefix="model")
     kept = LayerGroup("default", ["layers.**"], recipe="fp8_current", siblings=True)
@@ -212,11 +212,11 @@ def files_naming(option: str) -> set[str]:
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_a_switch_of_layers_is_declared_once(option):
-    """Groups, plans, specs and settings pass the record of switches as one object. Code that names a switch declares it
-    or implements it."""
+    """Groups, plans, specs and settings pass all switches (`LayerOptions`) as one object. Only code that declares or
+    implements a switch names it."""
     found = files_naming(option.name)
     assert "dlp/parallel/linear/spec.py" in found
-    # Arguments of LayerGroup; other names; TOML
+    # Arguments of LayerGroup, names of Transformer Engine, TOML
     documented = (
         "dlp/parallel/model/groups.py",
         "dlp/te",
@@ -224,7 +224,7 @@ def test_a_switch_of_layers_is_declared_once(option):
     )
     own = "dlp/parallel/linear/", "dlp/parallel/weight/", "dlp/ops/", *documented
     elsewhere = {name for name in found if not name.startswith(own)}
-    assert len(elsewhere) <= 3, elsewhere  # code that implements the switch, or cannot run with it
+    assert len(elsewhere) <= 3, elsewhere  # code that implements or refuses the switch
     group = LayerGroup("g", ["**"], **{option.name: True})
     assert group.fields() == {option.name: True} and getattr(resolve([group], NAMES, LENGTHS)[NAMES[0]], option.name)
     assert Group(name="g", match=("**",), **{option.name: True}).layer_fields() == {option.name: True}

@@ -1,5 +1,5 @@
-"""Host costs of layers under tp: the benchmark of a column and a row linear. This process is one of two ranks, whose
-collectives send nothing."""
+"""The benchmark of host time of layers under tp runs for a column and a row linear. This process plays one of two
+ranks; collectives send nothing."""
 
 from __future__ import annotations
 

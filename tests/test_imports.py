@@ -1,11 +1,11 @@
-"""The rules of imports, checked in the source: which packages a package may import, that choices are loaded by name,
-and that modules of dlp import only modules of lower floors.
+"""The rules of imports, checked in the source: which packages a package may import, that recipes and overlap strategies
+are loaded by name, and that there are no circular imports.
 
      bench ──► launch ──► dlp.ops, dlp.flows ──► dlp.parallel ──► dlp.runtime, dlp.quant, dlp.comm ──► dlp.kernels
 
-Runtime, quant and comm never import each other, kernels import nothing of dlp, and only `load` reaches a recipe or an overlap
-strategy. There are no circular imports of any length. Imports inside functions and under TYPE_CHECKING
-count too, and so does `import_module` of a literal name.
+An arrow means "may import". dlp.runtime, dlp.quant and dlp.comm never import each other, dlp.kernels imports no other
+package of dlp, and only `load` imports a recipe or an overlap strategy. There are no circular imports of any length.
+Imports inside functions and under TYPE_CHECKING count too, and so does `import_module` of a literal name.
 
     python -m tests.test_imports      prints circular imports, the longest chain of imports and the number of files
 """
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 # Each package, and the packages that its modules may import.
 MAY_IMPORT = {
     "dlp.kernels": set(),
-    "dlp.te_arguments": set(),  # a table and its check
+    "dlp.te_arguments": set(),  # a table, and the function that checks it
     "dlp.quant": {"dlp.kernels"},
     "dlp.comm": {"dlp.kernels"},
     "dlp.runtime": {"dlp.kernels"},
@@ -91,8 +91,8 @@ MAY_IMPORT = {
 PROGRAMS = ("launch", "bench")
 LOADED_BY_NAME = ("dlp.quant.recipes", "dlp.parallel.overlap")  # folders with one file per choice
 
-# Inside of dlp.parallel: a folder or module, and the modules that it must not import. Decisions and objects of higher
-# modules are passed down as arguments.
+# Within dlp.parallel: folder or module -> modules that it must not import. Decisions and objects of those modules are
+# passed as arguments.
 NEVER = {
     "dlp.parallel.linear": ("dlp.parallel.model", "dlp.parallel.traffic"),
     "dlp.parallel.weight": ("dlp.parallel.model", "dlp.parallel.traffic"),
@@ -107,7 +107,7 @@ NEVER = {
     "dlp.parallel.model": ("dlp.parallel.traffic",),
 }
 
-FILES, FLOORS = 44, 11  # modules with code in dlp/parallel; modules in the longest chain of imports there
+FILES, FLOORS = 44, 11  # number of modules with code in dlp/parallel; length of the longest chain of imports there
 
 Graph = Mapping[str, set[str]]  # module -> the modules that it imports
 
@@ -125,7 +125,7 @@ def imports(source: str, package: str) -> list[tuple[int, str]]:
 def found_imports(source: str, package: str) -> Iterator[tuple[int, str]]:
     """(line, dotted target) of each import in `source`; `from a import b` gives a.b, since b may be a module.
 
-    package  the package that the source's file lies in, against which relative imports are resolved
+    package  the package of the source file, for relative imports
     """
     for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Import):
@@ -182,7 +182,7 @@ def test_the_source_keeps_to_the_arrows():
 
 
 def upward(source: str, module: str, package: str) -> list[str]:
-    """Imports of `source`, the text of `module`, that NEVER forbids."""
+    """Return the imports in `source`, the text of `module`, that NEVER forbids."""
     rules = {below for folder, below in NEVER.items() if f"{module}.".startswith(f"{folder}.")}
     return [
         f"{module}:{line} imports {target}: {target} is above {module}"
@@ -309,7 +309,7 @@ def forget_programs() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in ours}
 
 
-@pytest.mark.full  # the graph of imports, which has no circles, shows the same of launch
+@pytest.mark.full  # the test of circular imports covers the modules of launch
 @pytest.mark.slow
 def test_every_program_can_be_the_first_module_that_is_imported():
     """Each program is imported first, as by `python -m`. A circular import could work only with another first
@@ -394,7 +394,7 @@ THE_FILE = Path("dlp/parallel/weight/fsdp2.py")
 
 
 def private_to_fsdp2() -> set[str]:
-    """Names that FSDP2's objects and states have, and that its public module and tensors do not have."""
+    """Return the names of attributes of FSDP2's internal objects that its public module and tensors do not have."""
     found: set[str] = set()
     for module, name in (
         ("_fsdp_param", "FSDPParam"),

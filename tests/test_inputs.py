@@ -31,7 +31,8 @@ def test_what_is_no_tensor_is_refused_by_name():
 
 
 def trained(layer: nn.Module, x: Tensor, by_hand: bool = False, inside: bool = False) -> list[Tensor]:
-    """y, dx and dw under torch.autocast, with backward `inside` the region or after it, or with x cast explicitly."""
+    """Return y, dx and dw: under torch.autocast, with backward `inside` the region or after it; or, if `by_hand`,
+    without autocast on an x that is cast to bf16."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not by_hand):

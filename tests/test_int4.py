@@ -37,7 +37,7 @@ def test_what_the_kernel_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatc
     for model, said in (
         (quantized("int4 group 16"), r"0 has a weight \[64, 256\] in groups of 16; torch's kernel takes groups of 32"),
         (quantized("int4 group 32", 40), r"1 has a weight \[40, 64\] in groups of 32; .* multiples of 16"),
-        (quantized("int4 group 32", mode="dynamic"), "0 has .*, and its x is quantized; .* quantize otherwise"),
+        (quantized("int4 group 32", mode="dynamic"), "0 has .*, and its x is quantized; .* quantize with another"),
     ):
         with pytest.raises(ValueError, match=said):
             dlp.pack_int4(model)

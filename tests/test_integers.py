@@ -1,5 +1,5 @@
-"""Int format: stored codes equal the results of the affine primitives byte by byte, and pieces of a matrix can be
-concatenated."""
+"""Int format: stored codes equal the results of the affine primitives bit by bit, and operands of pieces of a matrix
+can be concatenated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ every_kind = pytest.mark.parametrize("quantizer", KINDS, ids=str)
 
 
 def test_codes_lie_from_the_lowest_bits_up():
-    """Golden bytes. Codes are counted from the smallest code, without gaps, from the lowest bit."""
+    """Compare with bytes computed by hand: each code minus the smallest code is stored, from the lowest bit up, without
+    gaps."""
     codes = torch.tensor([[-2, 1, 0, -1, -1, -2, 1, 0]], dtype=torch.int8)
     assert pack(codes, 2).tolist() == [[0b01_10_11_00, 0b10_11_00_01]]
     assert pack(codes, 3).tolist() == [[0b00_101_010, 0b0_011_011_1, 0b100_101_01]]
@@ -154,7 +155,7 @@ def test_narrow_codes_are_odd_and_landmarks_are_one_and_the_largest():
     [
         (lambda: Int(9), "integers of 9 bits are not supported: choose 2 to 8 bits"),
         (lambda: Int(1), "integers of 1 bits are not supported"),
-        (lambda: Int(4, -1), "a group has a positive number of codes; got -1"),
+        (lambda: Int(4, -1), "group must be a positive number of codes, or 0 for one scale per row; got -1"),
         (lambda: IntScaling(symmetric=False, narrow=True), "narrow codes need symmetric scales"),
         (lambda: IntScaling(4, 48).cast(torch.zeros(2, 64), None), "contraction size that is a multiple of 48; got 64"),
         (

@@ -1,4 +1,5 @@
-"""Tables of kernels: sums, time during which only one group runs, and groups by name."""
+"""Profiles of kernels: total times, time during which only one group of kernels runs, and the group of a kernel by its
+name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The table of kernels: order of entries, names in plans, and kernels of users. No ranks, no device."""
+"""The table of kernels: which entry is chosen, its name in plans, and kernels that users register. No ranks, no
+device."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ def test_a_gemm_asks_the_rule_of_each_problem(large: bool, monkeypatch: pytest.M
 
 
 def rows_of(name: str) -> list[ast.Call]:
-    """Calls in the literal with this name, read from the source of the table."""
+    """Return the calls in the tuple `name`, parsed from the source of the table."""
     tree = ast.parse(Path(table.__file__).read_text())
     (found,) = [
         each.value for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name
@@ -81,8 +82,8 @@ def rows_of(name: str) -> list[ast.Call]:
 
 
 def test_the_table_can_be_listed_without_running_it():
-    """Each row is one call whose columns are constants and names. Together the rows are all entries except the
-    references."""
+    """A reader sees all entries in the source: each row is one call with constants and names as arguments, and the rows
+    are all entries except the references."""
     for name, fields in (("KERNELS", table.Kernel._fields), ("GEMMS", table.Gemm._fields)):
         for row in rows_of(name):
             columns = [*row.args, *(each.value for each in row.keywords)]
@@ -245,7 +246,8 @@ def test_a_users_kernel_for_a_cast_of_the_package_goes_first():
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("says_so", [False, True])
 def test_a_kernel_that_launches_by_itself_is_not_captured(says_so: bool):
-    """Launches of a layer are recorded and repeated later. The launches of a user's kernel cannot be recorded."""
+    """A layer whose kernel launches by itself is not captured: dlp records only launches by its own functions, so a
+    replay would omit others."""
     x, ran = torch.ones(4, 4).bfloat16(), []
 
     def mine(x: Tensor, dim: Any = None) -> Tensor:

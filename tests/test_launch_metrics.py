@@ -42,12 +42,12 @@ def test_flops_of_matmuls_are_six_per_parameter_and_of_attention_by_hand() -> No
     model = Model(layers=3, hidden=8, ffn=20, heads=4, kv_heads=2, head_dim=6, vocab=32)
     shapes = [(8, 24), (8, 12), (8, 12), (24, 8), (8, 20), (8, 20), (20, 8)]
     matmul = 3 * sum(nn.Linear(*shape, bias=False).weight.numel() for shape in shapes) + 32 * 8
-    scores = 2 * 4 * 6 * 100  # one query against 100 keys, all heads; the values take as much again
+    scores = 2 * 4 * 6 * 100  # FLOPs of q k^T for one query, 100 keys and all heads; the product with v takes as many
     assert flops_per_token(model, 100) == 6 * matmul + 3 * 3 * (scores + scores)
 
 
 def test_flops_of_the_billion_parameter_model() -> None:
-    """1.236 billion parameters, all of which except the norms are matrix products, since the head is the embedding."""
+    """All 1.236 billion parameters except the norms are in matrix products: the embedding is tied to the head."""
     config = load("llama3_1b")
     assert flops_per_token(config.model, 0) / 6 == pytest.approx(1.2358e9, rel=1e-3)
     assert flops_per_token(config.model, 4096) == pytest.approx(7.41e9 + 12 * 16 * 2048 * 4096, rel=1e-3)

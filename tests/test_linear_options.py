@@ -1,4 +1,4 @@
-"""Options for saved and returned tensors on one rank: `save_original_input` and `return_bias`, and their refusals."""
+"""Options of layers on one rank: `save_original_input`, `return_bias`, and when they are refused."""
 
 from __future__ import annotations
 

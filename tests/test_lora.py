@@ -23,7 +23,7 @@ def made(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def with_adapters(model: nn.Module, **options) -> nn.Module:
-    """Adapters whose lora_B is not zero, so that every gradient is nonzero."""
+    """Add adapters with a random lora_B instead of zeros, so that every gradient is nonzero; return the model."""
     dlp.lora(model, rank=8, alpha=16, **options)
     generator = torch.Generator().manual_seed(1)
     for _, module in adapted(model):
@@ -76,7 +76,7 @@ def test_merged_weights_compute_what_adapters_did(base):
     assert not list(adapted(model)) and type(model[0]) is nn.Linear
     torch.testing.assert_close(model(x), y, rtol=1e-4, atol=1e-4)
     merged = model[0].weight.detach().clone()
-    dlp.quantize_(model, "nvfp4")  # merged into codes
+    dlp.quantize_(model, "nvfp4")  # the base is quantized, so merging writes codes
     codes = QuantizedParameter.from_float(merged, dlp.recipe("nvfp4").w.rowwise)
     assert all(map(torch.equal, model[0].weight.parts, codes.parts))
 
@@ -119,14 +119,14 @@ def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
     (tmp_path / "empty" / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="adapter_config.json has no r; name a folder of adapters of LoRA"):
+    with pytest.raises(ValueError, match="adapter_config.json has no r; pass a folder of LoRA adapters"):
         dlp.load_lora(with_adapters(made()), tmp_path / "empty")
     (tmp_path / "empty" / "adapter_config.json").write_text("{broken")
     with pytest.raises(
-        ValueError, match="adapter_config.json is no JSON: Expecting property name .* copy the file again"
+        ValueError, match="adapter_config.json is not valid JSON: Expecting property name .* copy the file again"
     ):
         dlp.load_lora(with_adapters(made()), tmp_path / "empty")
-    with pytest.raises(ValueError, match="has no adapter_config.json; name a folder that dlp.save_lora or PEFT wrote"):
+    with pytest.raises(ValueError, match="has no adapter_config.json; pass a folder that dlp.save_lora or PEFT wrote"):
         dlp.load_lora(with_adapters(made()), tmp_path / "nowhere")
     with pytest.raises(ValueError, match="pattern 'x' matches no layer; nearest"):
         dlp.lora(made(), layers="x")
@@ -161,7 +161,7 @@ def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
         dlp.load_lora(fewer, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(ValueError, match="has use_dora = True, which dlp does not load; train without it"):
+    with pytest.raises(ValueError, match="has use_dora = True, which dlp does not support; train the adapters without"):
         dlp.load_lora(model, tmp_path)
     with pytest.raises(ValueError, match="group 'none' matches no linear: correct or remove"):
         dlp.lora_groups(model, [dlp.LayerGroup("none", "x", recipe="bf16")])

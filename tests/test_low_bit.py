@@ -1,5 +1,5 @@
-"""AdamW with low-bit averages, without ranks: torchao's bits if nothing is clipped or skipped; features that torchao's
-optimizers lack; fp32 averages, and the plan."""
+"""AdamW with low-bit averages, without ranks: the bits of torchao's optimizers if nothing is clipped or skipped,
+clipping and skipping, which torchao's optimizers lack, fp32 averages, and the plan."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def steps(made: Optimizer, over: list[nn.Parameter], count: int = 3, scale: floa
 
 
 def everything(made: Optimizer, over: list[nn.Parameter]) -> dict[str, Tensor]:
-    """Parameters and all state, copied into one flat list."""
+    """Return copies of the parameters and their optimizer states, by name."""
     found = {}
     for i, each in enumerate(over):
         found[f"{i}"] = each.detach().clone()
         for key, value in made.state[each].items():
-            if hasattr(value, "__tensor_flatten__") and type(value) is not Tensor:  # torchao's own
+            if hasattr(value, "__tensor_flatten__") and type(value) is not Tensor:  # a class of torchao
                 value = {part: getattr(value, part) for part in ("codes", "scale")}
             for part, tensor in (value if isinstance(value, dict) else {"": value}).items():
                 found[f"{i}.{key}.{part}"] = tensor.detach().clone().view(-1)
@@ -84,7 +84,7 @@ def test_a_step_has_torchaos_bits(ao, name):
         other = getattr(ao, THEIRS[name])(theirs, weight_decay=0.1, **SETTINGS)
         steps(other, theirs)
     if name != "adamw4bit":
-        del ours[1], theirs[1]  # rows of half a block, which torchao encodes nevertheless
+        del ours[1], theirs[1]  # rows of half a block: dlp keeps the averages in fp32, torchao encodes them
     assert_same(everything(made, ours), everything(other, theirs))
     assert made.state[ours[0]]["exp_avg"]["codes"].shape == (16, 128 if name == "adamw4bit" else 256)
 
@@ -116,8 +116,8 @@ def test_a_step_on_nan_leaves_every_bit(ao, name):
 
 
 def test_torchao_itself_does_neither(ao):
-    """dlp does not use torchao's optimizers because they lack clipping and skipping. If this test fails, they can be
-    used."""
+    """torchao's optimizers neither clip nor skip, so dlp has separate ones. If this test fails, torchao's can replace
+    them."""
     plain, other = parameters(), parameters()
     with torch.compiler.set_stance("force_eager"):
         for over, scale in ((plain, None), (other, torch.tensor(4.0))):
@@ -130,7 +130,8 @@ def test_torchao_itself_does_neither(ao):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", of_these(["adamw4bit"], THEIRS))
 def test_a_step_is_one_graph(ao, name):
-    """The test traces a functional graph, as a compiler gets it. Tests on GPUs compile the graph with inductor."""
+    """A step can be traced as one functional graph, which compilers need. Tests on GPUs compile the graph with
+    inductor."""
     ours, theirs = parameters()[:1], parameters()[:1]
     made, other = optimizer(name, ours), optimizer(name, theirs)
     other._step = torch.compile(step_of_one, fullgraph=True, dynamic=False, backend="aot_eager")
@@ -149,7 +150,7 @@ def test_a_step_is_one_graph(ao, name):
         ((4096,), (1,), None),
         ((15, 256), (1, 1), "fewer than 4096 elements on a rank"),
         ((16, 256), (2, 1), "fewer than 4096 elements on a rank"),
-        ((129, 1024), (2, 1), "cut unevenly into 2"),
+        ((129, 1024), (2, 1), "2 shards of unequal size"),
         ((64, 256), (1, 2), "rows of 128 elements on a rank, not a multiple of 256"),
         ((64, 384), (1, 1), "rows of 384 elements on a rank, not a multiple of 256"),
     ],
@@ -205,8 +206,9 @@ def test_without_torchao_the_setting_says_how_to_install_it(monkeypatch):
 
 
 def movement(kind: Callable[..., Optimizer], spread: float) -> float:
-    """Movement of weights in the direction in which torch's AdamW moves them, relative to AdamW, after 100 steps with
-    gradients of standard deviations exp(spread n)."""
+    """Train 100 steps with an optimizer and with torch's AdamW. Return the movement of the weights along the movement
+    by AdamW, relative to it. The gradients have standard deviations exp(spread * n) with a normal n for each
+    element."""
     generator = torch.Generator().manual_seed(0)
     deviation, mean, *noise = torch.randn(102, 32, 256, generator=generator)
     weights = [nn.Parameter(torch.zeros(32, 256)) for _ in range(2)]
@@ -223,8 +225,9 @@ def movement(kind: Callable[..., Optimizer], spread: float) -> float:
 
 
 def test_four_bit_averages_move_weights_less(ao):
-    """With gradients of different sizes in a block, a step of AdamW4bit is that of a smaller learning rate; 8 bits fail only
-    where an average of squares rounds to zero."""
+    """If gradients in a block have different magnitudes, AdamW4bit moves weights less, like a smaller learning rate.
+    The 8-bit optimizers move weights as AdamW does, except for an extreme spread, where averages of squares round to
+    zero and weights move too far."""
     kinds = dlp.optim.AdamW8bit, dlp.optim.AdamWFp8, dlp.optim.AdamW4bit
     for spread, four in ((0.0, 0.94), (0.5, 0.74), (1.0, 0.33)):
         assert [movement(kind, spread) for kind in kinds] == pytest.approx([1.0, 1.0, four], abs=0.02), spread

@@ -45,7 +45,8 @@ def attached(model: nn.Module, main_grads: str = "off") -> nn.Module:
 
 
 def step(model: nn.Module, seed: int, call: Callable[..., Any] = lambda model, x: model(x)) -> dict[str, Tensor]:
-    """Run microbatches and an optimizer step; return dx of each microbatch, and the gradients."""
+    """Run the microbatches of one optimizer step, and the step; return dx of each microbatch, and the weight
+    gradients."""
     found = {}
     for micro in range(MICROBATCHES):
         x = values(10 * seed + micro, M, K).requires_grad_()
@@ -67,7 +68,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 class Adds:
-    """Number of wgrad GEMMs that accumulate into a gradient."""
+    """Count, in `count`, the wgrad GEMMs that accumulate into a gradient."""
 
     def __init__(self) -> None:
         self.count, contract = 0, functional.contract_gemm
@@ -116,7 +117,7 @@ def test_sums_have_autograds_bits(recipe: str, case: str):
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
 def test_captured_directions_add(recipe: str):
-    """The gradients are at other addresses in each step."""
+    """Replays of captured passes accumulate correctly although the gradients have new addresses in each step."""
     model = linear(recipe)
     plain, adding = attached(model), attached(model, "grad")
     held = []
@@ -151,7 +152,8 @@ def test_megatrons_main_grad(dtype: torch.dtype):
     "recipe", ["bf16", "qat"], ids=["by the GEMM", "after the GEMM"]
 )  # fmt: skip
 def test_a_main_grad_is_overwritten_where_that_is_asked(recipe: str):
-    """The GEMM writes the gradient directly, or the clipped elements are removed from its result first."""
+    """With `overwrite_main_grad` the old content of main_grad is replaced: by the GEMM itself or, in qat, by its result
+    after gradients of clipped codes are set to zero."""
     model = linear(recipe)
     plain, adding = attached(model), attached(model, "main_grad")
     weight = weight_of(adding)
@@ -163,8 +165,8 @@ def test_a_main_grad_is_overwritten_where_that_is_asked(recipe: str):
 
 
 def test_a_hook_of_a_parameter_is_given_its_gradient():
-    """A hook of a parameter gets the gradient and not None: autograd accumulates the gradient that the hook reads and
-    returns."""
+    """If a weight has a hook, autograd accumulates instead of the GEMM, so that the hook gets the gradient and can
+    replace it."""
     model = linear()
     plain, adding = attached(model), attached(model, "grad")
     found: dict[str, list[Tensor]] = {"plain": [], "adding": []}
@@ -193,7 +195,7 @@ def test_a_main_grad_that_does_not_fit_is_refused_by_name():
 
 
 def test_gradients_that_are_taken_are_not_added():
-    """torch.autograd.grad, or a backward to other tensors, does not accumulate."""
+    """torch.autograd.grad, and a backward with `inputs`, must not accumulate into the gradients of weights."""
     adding = attached(linear(), "grad")
     weight = weight_of(adding)
     adding(values(0, M, K)).backward(values(9, M, N))
@@ -212,12 +214,10 @@ def test_what_autograd_adds_the_plan_says():
     tied = nn.Sequential(dlp.Linear(K, K, recipe="bf16"), dlp.Linear(K, K, recipe="bf16"))
     tied[1].weight = tied[0].weight
     assert "autograd accumulates the gradients of 0 and 1 more: several modules share the weights" in notes(tied)
-    assert "autograd accumulates the gradients of 0: their gradients are bfloat16, not fp32" in notes(
-        linear().bfloat16()
-    )
+    assert "autograd accumulates the gradients of 0: the gradients are bfloat16, not fp32" in notes(linear().bfloat16())
     frozen = linear()
     weight_of(frozen).requires_grad_(False)
-    assert "autograd accumulates the gradients of 0: they are frozen" in notes(
+    assert "autograd accumulates the gradients of 0: the weights do not require gradients" in notes(
         nn.Sequential(frozen[0], dlp.Linear(N, K))
     )
     assert notes(linear()) == ""

@@ -115,9 +115,7 @@ def test_scales_that_no_run_makes_are_not_loaded(part: str, wrong: Callable[[Ten
     dlp.end_step(model)
     state = dlp.state_dict(model)
     key = next(name for name in state if name.endswith(f".{part}"))
-    with pytest.raises(
-        ValueError, match=f"load_state_dict: {key} must be {rule}: restore a checkpoint from before, or"
-    ):
+    with pytest.raises(ValueError, match=f"load_state_dict: {key} must be {rule}: load an earlier checkpoint, or"):
         dlp.load_state_dict(model, {**state, key: wrong(state[key])})
     dlp.load_state_dict(model, {name: each + torch.inf if "history" in name else each for name, each in state.items()})
 
@@ -130,8 +128,8 @@ def test_values_with_nan_become_no_codes_of_a_held_weight():
     with pytest.raises(ValueError, match="0.weight: the weight has NaN or Inf, which codes would hide: restore"):
         model.load_state_dict({"0.weight": torch.full((64, 64), torch.nan)}, strict=False)
     for wrong, said in (
-        (state["masters.0"] * torch.nan, "masters.0 must be finite floats: restore"),
-        (state["masters.0"].to(torch.int8), "masters.0 must be finite floats: restore"),
+        (state["masters.0"] * torch.nan, "masters.0 must be finite floats: load an"),
+        (state["masters.0"].to(torch.int8), "masters.0 must be finite floats: load an"),
         (state["masters.0"][:32], r"masters.0 has shape \(32, 64\), and the weight \(64, 64\): load the state of this"),
     ):
         with pytest.raises(ValueError, match=said):

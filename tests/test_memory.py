@@ -82,7 +82,7 @@ EAGER = 2 * NORM + 2 * (2 * T * H) + ATTENTION + 2 * T * 4 * F  # gate, silu(gat
 def test_what_a_block_saves(changes, block):
     """The expected bytes are sums over norms, the x of each linear, attention and the MLP."""
     found = row(small(*changes), 1, "saved activations")["first block"]
-    tables = 2 * 4 * T * 64 * 2  # the bf16 rotary table for q and for k, which the bound allows for
+    tables = 2 * 4 * T * 64 * 2  # rotary tables in bf16 for q and k; the estimate may include them
     assert block <= found <= block + tables
 
 
@@ -96,8 +96,8 @@ def test_what_stays_is_cut_by_every_axis():
 
 
 def test_slots_are_planned_where_memory_is_mapped():
-    """Tokens of hidden 2048 in bf16, in FP8 and in smaller formats, twice for each of two styles; agreements of 65,536
-    numbers. CUDA maps multiples of 2 MiB: one more for headers and torch's own words if they fill the last one."""
+    """The plan has slots for the transfers of both sequence-parallel styles (tokens x 2048 in bf16 and in codes), and
+    for agreements on up to 65,536 amaxes. Sizes are rounded up to 2 MiB, including the headers."""
     serial = "--groups.default.overlap=serial", "--groups.edges.overlap=serial"
     one = "--train.micro_batch=1"
     assert not any(row(load("llama3_1b", ["--mesh.transport=nccl"]), 2, "symmetric memory").values())

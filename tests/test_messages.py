@@ -1,4 +1,4 @@
-"""Messages of errors that no other test provokes, each provoked once. No ranks."""
+"""Errors that no other test provokes: each is provoked once, and its message is checked. No ranks."""
 
 from __future__ import annotations
 

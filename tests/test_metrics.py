@@ -1,4 +1,4 @@
-"""Tests of the comparators: their results, and that each can fail."""
+"""Tests of the comparators in tests/metrics.py: their results, and that each of them can fail."""
 
 from __future__ import annotations
 

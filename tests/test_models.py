@@ -1,4 +1,4 @@
-"""Models of all families: positions, earlier tokens, names, and the shipped configs."""
+"""Models of all families: rotary positions, causality, names of parameters, and the shipped configs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def angles(scaling: dict[str, object] | None) -> torch.Tensor:
-    """Rotation angle of each pair of dimensions for position 1. The angles are small, so that arcsin recovers them."""
+    """Return the rotation angle of each pair of dimensions at position 1, as arcsin of the table; the angles are small
+    enough."""
     _, sin = rotary_table(torch.arange(2), 16, 10000.0, scaling)
     return sin[1, :8].asin()
 
 
 def test_scaling_divides_waves_longer_than_the_context_and_keeps_short_ones() -> None:
     plain, scaled = angles(None), angles(LLAMA3)
-    turns = plain * 64 / (2 * math.pi)  # positions in the original context
+    turns = plain * 64 / (2 * math.pi)  # number of rotations within the original context
     assert (turns > 4).any() and (turns < 1).any() and ((turns > 1) & (turns < 4)).any()
     torch.testing.assert_close(scaled[turns > 4], plain[turns > 4])
     torch.testing.assert_close(scaled[turns < 1], plain[turns < 1] / 8)
@@ -85,7 +86,7 @@ def test_shipped_models_run_on_8_and_on_64_ranks(name: str) -> None:
         ('--model.rope_scaling={ rope_type = "linear", factor = 0 }', r"rope_scaling: expected a table"),
         (
             '--model.rope_scaling={ rope_type = "ntk", factor = 2.0 }',
-            r'"linear" or "llama3" or "yarn", and its numbers',
+            r'"linear" or "llama3" or "yarn", and the numbers',
         ),
     ],
 )
@@ -123,7 +124,7 @@ def a_step(tp: int, *settings: str) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | full  # type: ignore[dict-item]
 
 
-# bf16: sums in another order; fp8_current: codes that change because of these sums
+# Bound by recipe. In bf16 only the order of sums differs; in fp8_current this also changes codes
 FUSED_BOUND = {"bf16": 1e-5, "fp8_current": 0.08}
 
 

@@ -1,4 +1,5 @@
-"""Features of NVFP4 alone: stochastic rounding with random bits by position, and the Hadamard transform. No ranks."""
+"""Features that only NVFP4 has: stochastic rounding with random bits that depend on the position, and the Hadamard
+transform. No ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.quantizers import EXPONENTS, SEEDS, matrix, origin, quantize
 
 
 def test_stochastic_rounding_is_unbiased_within_its_bound():
-    """|mean - x| <= 1/256 of a step + 4 sigma; values on the grid do not change."""
+    """|mean - x| is at most 1/256 of the distance of grid points plus 4 sigma; values on the grid do not change."""
     x = torch.tensor([0.0, 0.1, 0.26, 0.5, 0.9, 1.3, 1.51, 2.2, 2.9, 3.6, 4.4, 5.0, 5.9, 6.0, -0.3, -4.9]).repeat(
         1024, 16
     )
@@ -86,8 +87,8 @@ def test_the_hadamard_transform_cancels_in_wgrad(seed: int):
 
 
 def test_signs_are_a_part_of_the_basis():
-    """A GEMM multiplies only operands with the same signs, and the plan has a note if kernels do not support the
-    signs."""
+    """The signs of the Hadamard transform are part of the format: a GEMM refuses operands with different signs, and the
+    plan has a note if no kernel supports the signs."""
     x, fixed = matrix(3, 32, 32), load("nvfp4").x.columnwise
     for signs, basis in ((0xD7E8, "rht"), ("fixed", "rht"), ("none", "rht 0x0000"), (0xBEEF, "rht 0xbeef")):
         recipe = load("nvfp4", rht_signs=signs)

@@ -1,7 +1,8 @@
 """Agreements on amaxes, and operands that are saved for backward. No ranks: the group only has a size.
 
-The table repeats the rule for each style. Ranks agree on a scale over tp iff tp shards the dimension that the scale
-spans in a gathered operand; with `amax_scope="all"`, iff tp shards the dimension; with a group of the user, always.
+Rule: ranks agree on a scale over tp iff the operand is gathered and tp shards a dimension that the scale spans. With
+`amax_scope="all"` they also agree for operands that are not gathered; with an amax group of the user, they always
+agree. The table states which dimensions tp shards in each style.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def make_bound(row: Any, recipe: Recipe, amax_group: Any = None, **options: Any)
 
 
 def agreements(bound: BoundSpec, operand: str) -> Agreements:
-    """Amaxes that ranks agree on when one operand is quantized in both orientations."""
+    """Quantize one operand in both orientations; return the agreements on amaxes."""
     agreed = Agreements()
     with patch.object(cast_engine, "agree", agreed):
         operands.quantize(bound, operand, [torch.randn(SIZE, SIZE)], BOTH)
@@ -77,7 +78,7 @@ def agreements(bound: BoundSpec, operand: str) -> Agreements:
 
 
 def spanned(recipe: Recipe, operand: str) -> list[tuple[int, ...]]:
-    """Return, for each cast that observes amaxes, the dimensions of the stored tensor that one amax spans."""
+    """Return, for each cast of the operand that observes amaxes, the dimensions of the tensor that one amax spans."""
     pair = getattr(recipe, operand)
     ways = [(pair.rowwise, (0, 1))] + [(pair.columnwise, (1, 0))] * (not pair.derived)
     observing = [(q, dims) for q, dims in ways if q.observe(torch.ones(SIZE, SIZE)) is not None]
@@ -141,7 +142,7 @@ def test_operands_flatten_and_come_back():
 
 
 def saved_bytes(recipe: str, dtype: torch.dtype, siblings: int = 1, tokens: int = 256) -> int:
-    """Bytes that a linear's forward saves for backward, without the weights."""
+    """Return the bytes that the forward of a linear saves for backward, without the weights."""
     layer = Linear(128, (64,) * siblings if siblings > 1 else 64, recipe=recipe, dtype=dtype)
     return of_layer(layer, torch.randn(tokens, 128, dtype=dtype, requires_grad=True))
 

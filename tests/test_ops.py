@@ -32,7 +32,7 @@ from tests.restored_tables import restored_fusions
 
 
 class PlainMlp(nn.Module):
-    """`mlp` in torch's modules, with the same parameters."""
+    """The model `mlp`, built from torch's modules, with the same parameters."""
 
     def __init__(self, model: ops.Sequential) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_a_fused_op_of_the_users():
 
 @pytest.mark.parametrize("whole", [False, True], ids=["", "bias named"])
 def test_a_fused_op_of_a_linear_has_its_bias(whole: bool):
-    """The bias is added once, whether the fused op lists the bias or not, as an op of a sequence and called
+    """A fused op adds the bias once, whether its basic ops contain the bias or not, in a sequence and if it is called
     directly."""
     first = ops.Linear(H, H)
     nn.init.normal_(first.bias)
@@ -161,7 +161,7 @@ def test_a_fused_op_of_a_linear_has_its_bias(whole: bool):
 
 
 class Window(ops.FusedOperation):
-    """User-defined fusion for backward only, of a ConstantScale and a GELU."""
+    """User-defined fusion of a ConstantScale and a GELU, which fuses only the backward."""
 
     def fuser_backward(self, basic_op_ctxs: Any, grad_output: Tensor, *, basic_op_grad_extra_outputs: Any) -> Any:
         scale, gelu = self.basic_ops
@@ -387,8 +387,8 @@ def test_nested_regions_run_under_the_innermost_and_find_their_plans_again():
 
 
 def test_a_plan_for_each_state():
-    """A plan depends on dtype, training mode, trainable parameters, and whether there is a backward. A repeated state
-    finds the existing plan."""
+    """A sequence makes a new plan for each state (dtype, training mode, trainable parameters, whether there is a
+    backward), and reuses the plan if the state recurs."""
     model = mlp("fp8_current")
     plans, x = model._groups_now()[0].plans, values(0, M, H)
     counts = []
@@ -409,7 +409,8 @@ def test_a_plan_for_each_state():
 
 
 def test_nothing_is_fused_anew_inside_of_a_graph(monkeypatch: pytest.MonkeyPatch):
-    """A state that has run before can run in a graph. Another state raises an error that says what is missing."""
+    """In a CUDA graph a sequence can run only in states for which it has a plan. In another state it raises an error
+    that says what is missing."""
     model, x = mlp("fp8_current"), values(0, M, H)
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
     expected = model(x)
@@ -431,7 +432,7 @@ def test_there_is_no_second_derivative():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe: str):
-    """x is saved unchanged. x is the output of a norm, or the input of the model."""
+    """`save_original_input` gives the same bits, if x is the output of a norm and if x is the input of the model."""
     for inner in ([ops.RMSNorm(H)], []):
         models = [
             ops.Sequential(*copy.deepcopy(inner), linear(recipe, save_original_input=kept)) for kept in (True, False)
@@ -462,7 +463,7 @@ def test_statistics_of_linears_in_a_sequence():
 
 @pytest.mark.parametrize("mode", ["grad", "main_grad"])
 def test_gradients_are_added_where_they_are(mode: str):
-    """The gradients have the bits of autograd's sums of three microbatches."""
+    """With main_grads, the gradients of three microbatches have the bits of autograd's sums."""
     models = []
     for main_grads in ("off", mode):
         model = mlp("fp8_current")
@@ -565,8 +566,8 @@ def test_an_op_with_hooks_ends_its_group():
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["", "backward inside"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_autocast_gives_x_its_dtype_as_it_does_to_linears(recipe: str, backward_inside: bool):
-    """The results have the bits of x cast to that dtype, forward and backward, in the dtypes of the differentiated
-    tensors."""
+    """Under torch.autocast, forward and backward have the bits of an x that was cast to the dtype of autocast.
+    Gradients have the dtypes of their tensors."""
     model, dy = mlp(recipe), values(2, M, H).bfloat16()
     other = copy.deepcopy(model)
     x, cast = values(1, M, H).requires_grad_(), values(1, M, H).bfloat16().requires_grad_()

@@ -1,5 +1,5 @@
-"""A complete fuser as captured launches on an emulated device: the bits of the basic ops, and one native call per
-pass."""
+"""A complete sequence of fused ops runs as captured launches on an emulated device: with the bits of uncaptured passes,
+and one native call per pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mlp(recipe: str) -> nn.Module:
 
 
 def slow_pair(recipe: str, make: Any = mlp, **options: Any) -> PairedModels:
-    """Two equal models with a small learning rate, because random gradients would make two layers diverge."""
+    """Return two equal models with a small learning rate, so that random gradients do not make the weights diverge."""
     pair = PairedModels(lambda: make(recipe), **options)
     for optimizer in pair.optimizers:
         optimizer.param_groups[0]["lr"] = 1e-4
@@ -67,7 +67,7 @@ def test_captured_ops_give_the_bits_of_the_ops(recipe: str, attached: bool):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The names of the launches of all captured passes."""
+    """Return a list that gets, for each captured pass, the names of its launches."""
     made, init = list[list[str]](), CapturedLaunches.__init__
 
     def note(self: Any, launches: Any, *more: Any) -> None:
@@ -90,7 +90,8 @@ def test_both_gradients_of_a_gate_are_cast_in_one_launch(recipe: str, launched: 
 
 
 def test_a_kernel_from_outside_still_casts_each_gradient_of_a_gate(launched: list[list[str]]):
-    """dlp's single launch for both gradients would bypass the user's kernel."""
+    """If a user has registered a kernel for the cast, dlp does not cast both gradients of the gate in its single
+    launch, which would bypass the user's kernel."""
     ours = table.choose("cast_fp8_block_both", torch.zeros(1, 1), (1, 128), torch.float8_e4m3fn)
     with registered(replace(ours, name="mine", run=lambda *given, **more: ours.run(*given, **more))):
         pair = slow_pair("fp8_block")
@@ -147,7 +148,8 @@ def test_norms_and_activations_are_launched_with_the_rest(act: str):
 
 
 class Branches(nn.Module):
-    """Two groups in a layer: the normed values continue unchanged, and the last GEMM adds to them."""
+    """Block of two sequences: an extra output of the first passes the normed values on, and the last GEMM of the second
+    adds to them."""
 
     def __init__(self, bias: bool, recipe: str) -> None:
         super().__init__()
@@ -206,7 +208,7 @@ def test_a_sum_and_its_norm_are_one_launch(recipe: str):
 
 
 def test_wgrads_that_wait_are_left_behind_the_launches():
-    """The second linear has no dx, so its wgrad is not delayed."""
+    """With `delay_wgrad`, passes are captured without the wgrads, which `backward_dw` computes afterwards."""
 
     def make(recipe: str) -> nn.Module:
         model = mlp(recipe)
@@ -265,14 +267,16 @@ PACKAGE, REFERENCE = (f"{Path(each.__file__).parent}{os.sep}" for each in (dlp, 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_four_captured_ops_are_few_calls_of_python(recipe: str):
-    """The test counts dlp's Python functions that a pass calls, compared with one linear. Launches are native."""
+    """A replay of four fused ops calls at most 60 Python functions of dlp, and less than 1.6 times as many as one
+    linear."""
 
     def calls(model: nn.Module) -> int:
         dlp.attach(model.bfloat16(), torch.optim.SGD(model.parameters(), 0.0))
         count = Counter[bool]()
 
         def seen(frame: Any, event: str, argument: Any) -> None:
-            where, inner = frame.f_code.co_filename, frame.f_code.co_name.startswith("<")  # newer Pythons inline these
+            # inner: comprehensions, which newer Pythons inline
+            where, inner = frame.f_code.co_filename, frame.f_code.co_name.startswith("<")
             count[event == "call" and where.startswith(PACKAGE) and not (inner or where.startswith(REFERENCE))] += 1
 
         with torch.autograd.set_multithreading_enabled(False):
@@ -288,7 +292,7 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
     assert found[0] <= 60 and found[0] < 1.6 * found[1], f"{found}: ops are asked in every call what a FuserCall knows"
 
 
-SET = {  # op between two linears: attribute of the op, new value
+SET = {  # attribute of an op between two linears -> (function that makes the op, new value)
     "eps": (lambda: ops.RMSNorm(K), 0.5),
     "zero_centered_gamma": (lambda: ops.LayerNorm(K), True),
     "scale": (lambda: ops.ConstantScale(2.0), 3.0),
@@ -313,7 +317,7 @@ def test_an_op_that_is_set_otherwise_forgets_what_was_captured(name: str):
 
 
 def test_an_extra_input_that_is_x_is_another_call():
-    """The launches were captured with different tensors."""
+    """If the extra input is x itself, launches are captured separately: the recorded launches expect two tensors."""
 
     def run(model: nn.Module, seed: int) -> dict[str, Tensor]:
         x, extra = (torch.randn(M, K, generator=torch.Generator().manual_seed(seed + i)).bfloat16() for i in (0, 99))
@@ -329,7 +333,7 @@ def test_an_extra_input_that_is_x_is_another_call():
     for seed in range(8):
         pair.step(run, seed)
     captured = [isinstance(made, CapturedLaunches) for made in recorded(pair.model[0])["forward"]]
-    assert captured == [False, True, True]  # weights cast at use, of two tensors, of one tensor
+    assert captured == [False, True, True]  # first call, which casts weights; two tensors; one tensor
 
 
 def test_gemms_that_round_to_tf32_are_other_launches(monkeypatch: pytest.MonkeyPatch):
@@ -381,7 +385,8 @@ def test_saved_tensors_that_come_back_otherwise_are_read_as_they_are():
 
 
 def test_a_forward_that_records_is_another_one():
-    """The recording forward is separate even if no gradient is needed, because its amaxes count for delayed scales."""
+    """A forward that records amaxes (in training) is captured separately from others even if no gradient is needed,
+    because only its amaxes count for delayed scales."""
     model = ops.Sequential(ops.Linear(K, K, bias=False, recipe="fp8_delayed")).bfloat16().requires_grad_(False)
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
     model(torch.zeros(M, K, dtype=torch.bfloat16))

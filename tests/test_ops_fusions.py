@@ -22,13 +22,13 @@ from tests.metrics import assert_bit_equal, assert_close
 from tests.ops_models import FFN, H, M, Watched, linear, run, values
 from tests.restored_tables import restored_fusions
 
-SHIPPED = [fusion.__name__ for fusion in REGISTERED.forward]  # before any sequence has run
+SHIPPED = [fusion.__name__ for fusion in REGISTERED.forward]  # no test has registered a fusion yet
 
 # Arguments of ops and fusions
 
 
 class Told(ops.BasicOperation):
-    """Op that multiplies x by `factor` and stores the arguments that it gets."""
+    """Op that multiplies x by `factor` and stores the arguments of op_forward."""
 
     def op_forward(
         self, ctx: Any, input_: Tensor, *, prev_op_grad_output_quantizer: Any, next_op_input_quantizer: Any,
@@ -86,7 +86,7 @@ def test_keywords_reach_their_ops(watched: bool):
 
 @restored_fusions()
 def test_what_is_registered_first_stands_where_it_was_asked_to():
-    """The shipped fusions are registered already. A later registration would change existing plans."""
+    """A user's fusion is registered before (`prepend`) or after all fusions of dlp."""
     assert "LinearIntoExtraInput" in SHIPPED and "ForwardLinearBias" in SHIPPED
     with restored_fusions():
         for name, prepend in (("last", False), ("first", True)):
@@ -106,7 +106,8 @@ def test_a_fusion_is_told_the_recipe_of_the_first_linear():
 
 
 def test_extra_tensors_pass_groups_in_their_order():
-    """Results of two fusers, separated by a plain module and an op with hooks."""
+    """Extra inputs and outputs are in the order of the ops, although a plain module and an op with hooks split the
+    sequence into separately fused groups."""
     hooked = ops.AddExtraInput()
     hooked.register_forward_hook(lambda *args: None)
     model = ops.Sequential(
@@ -126,8 +127,8 @@ def test_extra_tensors_pass_groups_in_their_order():
 
 @pytest.mark.parametrize("behind", [[], [ops.GELU()], [ops.MakeExtraOutput()], [ops.Reshape((-1,)), ops.SiLU()]])
 def test_an_extra_input_is_written_to_wherever_its_sum_goes(behind: list[nn.Module]):
-    """The sum is written into the extra input even if the extra input is the output of an op, a saved tensor or a view
-    of one. If backward needs the original, an error says so."""
+    """With in_place=True the sum is written into the memory of the extra input, whichever ops follow. If backward needs
+    the overwritten values, it raises an error."""
     x, leaf = values(0, M, H).requires_grad_(), values(1, M, H).requires_grad_()
     found = []
     for in_place in (True, False):
@@ -148,8 +149,8 @@ def test_an_extra_input_is_written_to_wherever_its_sum_goes(behind: list[nn.Modu
 
 
 class Residual(nn.Module):
-    """Ops between a MakeExtraOutput and an AddExtraInput. `factor`: multiplies the output of the ops; with a factor
-    other than 1 the gradient of the ops and the gradient of the residual are two tensors."""
+    """Ops with a residual connection, by MakeExtraOutput before and AddExtraInput after the ops. `factor` multiplies
+    the output of the ops; if it is not 1, the ops and the residual get different gradient tensors."""
 
     def __init__(self, *inner: nn.Module, in_place: bool = False, factor: float = 1.0) -> None:
         super().__init__()
@@ -174,7 +175,7 @@ class IntoInput(nn.Module):
 
 
 class Added(nn.Module):
-    """A sum that is normed, and also used without the norm."""
+    """Ops on the norm of a sum; the sum itself is an extra output."""
 
     def __init__(self, *behind: nn.Module) -> None:
         super().__init__()
@@ -185,20 +186,20 @@ class Added(nn.Module):
         return y + total  # type: ignore[no-any-return]
 
 
-# description in the plan -> model for a recipe, and bound if the fusion rounds less often than its ops
+# description in the plan -> (function of the recipe that makes the model, bound; 0 requires equal bits)
 FUSED: dict[str, tuple[Any, float]] = {
     "ForwardLinearBias[Linear, Bias]": (lambda r: ops.Sequential(ops.RMSNorm(H), linear(r)), 4e-3),
     "LinearIntoExtraInput[Linear, Bias, AddExtraInput]": (lambda r: IntoInput(linear(r)), 8e-3),
     "LinearIntoExtraInput[Linear, ConstantScale, AddExtraInput]":
         (lambda r: IntoInput(linear(r, bias=False), ops.ConstantScale(0.5)), 8e-3),
     "BackwardLinearIntoResidual[MakeExtraOutput, Linear]": (lambda r: Residual(linear(r), in_place=True), 8e-3),
-    "backward BackwardLinearIntoResidual[MakeExtraOutput, Linear]":  # in the GEMM, if no other op reads this gradient
+    "backward BackwardLinearIntoResidual[MakeExtraOutput, Linear]":  # the GEMM adds the gradient, if no other op reads it
         (lambda r: Residual(linear(r), in_place=True, factor=2.0), 8e-3),
     "BackwardScaledLinear[Linear, ConstantScale]":
         (lambda r: ops.Sequential(linear(r, bias=False), ops.ConstantScale(0.5)), 0.0),
     "ForwardAddNorm[AddExtraInput, MakeExtraOutput, RMSNorm]": (lambda r: Added(linear(r, bias=False)), 0.0),
     "BackwardNormResidual[MakeExtraOutput, RMSNorm]": (lambda r: Residual(ops.RMSNorm(H), linear(r, bias=False)), 0.0),
-} | {  # an Identity stands in between, so that forward rounds equally
+} | {  # the Identity prevents a fusion in forward, so that forward rounds equally
     f"BackwardBiasActivation[Bias, {act.__name__}]":
         (lambda r, act=act: ops.Sequential(linear(r, bias=False), ops.Identity(), ops.Bias(H), act()), 0.0)
     for act in (ops.GELU, ops.ReLU, ops.SiLU, ops.SReLU)
@@ -271,8 +272,8 @@ TRACED = [("fp8_delayed", "linear"), ("nvfp4", "zero-centered")]
     [each if each in TRACED else nightly(*each) for each in itertools.product(RECIPES, BEFORE_CASTS)],
 )
 def test_a_traced_layer_norm_has_the_bits_of_ops_one_by_one(recipe: str, program: str):
-    """Compiled code computes norms by torch: it is compared with ops that are compiled one by one, and code under a
-    dispatch mode with eager code."""
+    """Compiled code computes norms with torch, so it is compared with separately compiled ops; code under a dispatch
+    mode is compared with eager code."""
     torch.compiler.reset()
     torch.manual_seed(0)
     compiled = ops.Sequential(*BEFORE_CASTS[program](recipe)).bfloat16()
@@ -297,7 +298,8 @@ def test_a_traced_layer_norm_has_the_bits_of_ops_one_by_one(recipe: str, program
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_cast_computes_a_layer_norm_unless_it_reads_stored_values(recipe: str):
-    """The kernel of the norm then computes mean and rstd, which the backward needs, and stores no y."""
+    """If the cast computes the norm, the kernel of the norm computes only mean and rstd, which the backward needs, and
+    stores no y."""
     model = ops.Sequential(ops.LayerNorm(128), linear(recipe, 128), ops.GELU(), ops.LayerNorm(128), linear(recipe, 128))
     with emulation(), recorded() as launched:
         model.bfloat16()(values(0, 128, 128).bfloat16())
@@ -310,7 +312,8 @@ STORED = "stores y, which the cast of"
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_plan_says_which_outputs_casts_read_from_memory(recipe: str):
-    """Norms and SwiGLU are computed by casts of bf16 to E4M3, other activations by none."""
+    """Casts of bf16 to E4M3 can compute norms and SwiGLU. The outputs of all other activations are stored, and the plan
+    says so."""
     model = ops.Sequential(
         ops.LayerNorm(H), linear(recipe), ops.GELU(), linear(recipe), ops.RMSNorm(H), linear(recipe)
     ).bfloat16()

@@ -1,7 +1,8 @@
-"""The matrix of hand-overs: every recipe, inside one sequence and between two, eager and compiled.
+"""Hand-overs of quantized tensors, for every recipe: within one sequence and between two, eager and compiled.
 
-A hand-over means: the producer returns x or dy quantized, and the linear that reads the tensor casts nothing. Results and
-gradients are bitwise equal to the same model without hand-over. A cell without hand-over states the reason in the plan.
+A hand-over means: the producer returns x or dy quantized, and the linear that reads the tensor casts nothing. Results
+and gradients are bitwise equal to the same model without hand-over. Where nothing is handed over, the plan states the
+reason.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ PADDED = "pads [48, 64] to complete blocks"
 class TwoLinears(nn.Module):
     """Two linears, and between them the ops that hand over x of `last` and dy of `first`.
 
-    where    "one sequence": a user-defined op; "by recipe", "by reader": two sequences, with a Quantize at the end of the
-             first sequence and at the start of the second
+    where    "one sequence": a user-defined op quantizes; "by recipe", "by reader": a Quantize at the end of a first sequence
+             quantizes x, a Quantize at the start of a second sequence quantizes dy
     handed   False: the same ops return high precision
     """
 
@@ -65,7 +66,8 @@ class TwoLinears(nn.Module):
 
 
 class Found(NamedTuple):
-    """Results of three steps, and the casts of x and dy that linears ran: (tensor, name of the linear)."""
+    """Results of three steps; the casts of x and dy that linears ran, as ("x" or "dy", name of the linear); and the
+    plans."""
 
     tensors: list[Tensor]
     casts: set[tuple[str, str]]
@@ -102,7 +104,7 @@ def _linears(model: TwoLinears) -> list[tuple[str, Any]]:
     return list(zip(("first", "last"), linears, strict=True))
 
 
-# where -> for a recipe: the reasons by which x or dy stay in high precision
+# where -> function of the recipe that returns the expected reason for each of x and dy that is not handed over
 REASONS: dict[str, Callable[[str], dict[str, str]]] = {
     "one sequence": lambda recipe: {"dy": DRAWN} if recipe == "nvfp4" else {},
     "by reader": lambda recipe: {"dy": DRAWN} if recipe == "nvfp4" else {},
@@ -131,8 +133,8 @@ def test_codes_are_handed_over_or_the_plan_says_why(recipe: str, where: str, mon
 
 
 DENSE_DY = "passes dense dy: autograd passes dense gradients between traced ops"
-COMPILED = {"one sequence": f"compiled or watched, 1 (Halved) {DENSE_DY}"} | dict.fromkeys(
-    ("by recipe", "by reader"), f"compiled or watched, 0 (Quantize) {DENSE_DY}"
+COMPILED = {"one sequence": f"under torch.compile or a dispatch mode, 1 (Halved) {DENSE_DY}"} | dict.fromkeys(
+    ("by recipe", "by reader"), f"under torch.compile or a dispatch mode, 0 (Quantize) {DENSE_DY}"
 )
 BY_DAY = [
     ("fp8_current", "by recipe"), ("fp8_delayed", "one sequence"), ("mxfp8", "by reader"), ("nvfp4", "one sequence"),
@@ -147,7 +149,8 @@ BY_DAY = [
 def test_compiled_code_hands_over_x_and_the_plan_says_why_not_dy(
     recipe: str, where: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """The bits are those of eager code, with and without a hand-over. Only the op before the last linear casts x of `last`."""
+    """Compiled code with hand-over has the bits of eager code with and without. x of `last` is cast only once, by the
+    op before."""
     torch._dynamo.reset()
     found = trained(TwoLinears(recipe, where, True), True, monkeypatch)
     for handed in (True, False):
@@ -165,7 +168,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 
 class Changed(nn.Module):
-    """Changes the tensor that Quantize returned."""
+    """Module that modifies the tensor that Quantize returned, in the way `how`."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -192,7 +195,8 @@ def test_compiled_code_casts_what_was_changed_after_the_cast(how: str, grad: boo
 
 @pytest.fixture
 def casts_of_x(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Modules that cast x: "codes" (`dlp::quantize_x`) or "quantize" (the linear)."""
+    """Return a list that gets an entry for each cast of x: "codes" if Quantize casts, "quantize" if the linear
+    casts."""
     found: list[str] = []
 
     def recorded(engine: Any, name: str, plan: Any, *args: Any, **options: Any) -> Any:
@@ -264,7 +268,8 @@ def test_compiled_code_hands_over_any_number_of_tokens(recipe: str, casts_of_x: 
 def test_equal_blocks_share_a_graph_and_only_the_reader_reads_codes(
     shift: int, casts: list[str], casts_of_x: list[str]
 ):
-    """shift: the reader of the Quantize in block i is the linear of block i + shift."""
+    """Equal compiled blocks share a graph, whichever reader their Quantize has. The reader in block i is the linear of
+    block i + shift, so only with shift 0 does it get the codes."""
     torch._dynamo.reset()
     linears = [ops.Linear(C, C, recipe="fp8_current") for _ in range(3)]
     compiled, x = CompileCounterWithBackend("aot_eager"), values(1, TOKENS, C)
@@ -293,7 +298,8 @@ def test_the_fake_version_of_the_cast_has_the_layouts_of_the_cast(recipe: str, l
 
 
 def test_a_reader_that_cannot_be_handed_codes_is_named():
-    """A lone delayed layer changes scales without a step boundary; a bias sums dy in high precision."""
+    """The plan names the reason: a delayed layer without `dlp.attach` computes its scales when it reads x; and a
+    gradient of a bias needs dy in high precision."""
     x = values(1, TOKENS, C)
     delayed = ops.Quantize(reader=ops.Linear(C, C, recipe="fp8_delayed"))
     assert type(delayed(x)) is Tensor
@@ -323,7 +329,8 @@ def test_a_reader_replaces_recipe_and_ranks():
 
 
 def test_a_reader_casts_by_the_region_around_it():
-    """In a region the reader runs under another recipe; another layer, and a copy of the layer, cast again."""
+    """In an autocast region Quantize casts for the recipe of the region. Only the reader itself accepts the codes: for
+    another layer, or a copy of the reader, they would be quantized twice."""
     layer, x = dlp.Linear(C, C, recipe="fp8_current"), values(1, TOKENS, C)
     quantize = ops.Quantize(reader=layer, strict=True)
     with dlp.autocast(recipe="fp8_block"):

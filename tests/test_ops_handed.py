@@ -1,4 +1,4 @@
-"""Split sequences, and the quantized tensors that are passed between them."""
+"""Models that are split into several sequences, and the quantized tensors that sequences pass to each other."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_quantized_tensor_of_another_recipe_is_decoded_or_refused(caplog: pyte
     with pytest.raises(ValueError, match="give Quantize this recipe, or omit strict"):
         linear(ops.Quantize(recipe="fp8_current", strict=True)(x))
     assert_close(handed + 1, x + 1, 0.1)
-    for recipe in ("fp8_block", "fp8_current"):  # not an op, but reads the tensor in the same way
+    for recipe in ("fp8_block", "fp8_current"):  # a layer outside of dlp.ops accepts quantized tensors as well
         layer = dlp.Linear(128, 128, recipe=recipe)
         y = layer(handed)
         y.sum().backward()
@@ -186,12 +186,12 @@ class Halved(ops.BasicOperation):
 RECIPES = ["bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4", "int8"]
 
 
-IN_HIGH_PRECISION = {"bf16": {"x", "dy"}, "nvfp4": {"dy"}}  # tensors that only the linear can cast
+IN_HIGH_PRECISION = {"bf16": {"x", "dy"}, "nvfp4": {"dy"}}  # tensors that the op must return in high precision
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_op_of_a_user_returns_quantized_tensors(recipe: str):
-    """Both passes are bitwise equal to an op that returns values."""
+    """Forward and backward have the bits of an op that returns high precision."""
     found = []
     for quantizes in (True, False):
         first, last = (ops.Linear(128, 128, bias=False, recipe=recipe) for _ in range(2))
@@ -247,7 +247,8 @@ def test_the_bias_before_an_op_of_a_user_sums_high_precision():
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "mxfp8", "nvfp4"])
 def test_a_compiled_op_of_a_user_has_equal_bits(recipe: str):
-    """The test compares forward only: a compiled single layer draws other random bits for dy of nvfp4."""
+    """The test compares forward only: in nvfp4, a compiled layer that is not part of an attached model uses other
+    random bits for dy."""
     op = Halved(True)
     sequence = ops.Sequential(linear(recipe, size=64), op, linear(recipe, size=64))
     x = values(1, 64, 64)
@@ -257,4 +258,5 @@ def test_a_compiled_op_of_a_user_has_equal_bits(recipe: str):
         compiled = torch.compile(sequence, backend="aot_eager", fullgraph=True)(x)
     assert eager == [ops.Handed]
     assert_bit_equal(compiled, y)
-    assert "compiled or watched, 1 (Halved) passes dense dy: autograd passes dense gradients" in str(sequence.plan())
+    note = "under torch.compile or a dispatch mode, 1 (Halved) passes dense dy: autograd passes dense gradients"
+    assert note in str(sequence.plan())

@@ -43,8 +43,8 @@ def test_a_module_that_is_put_in_the_place_of_another_runs(put: str):
 
 
 def test_extra_tensors_of_a_sequence_in_a_sequence():
-    """The extra tensors are the extra tensors of the outer sequence. An extra output is not taken for the output of a
-    sibling."""
+    """Extra inputs and outputs of an inner sequence are extra inputs and outputs of the outer sequence. An extra output
+    is not mistaken for the second output of siblings."""
     inner = ops.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput())
     model, x, extra = ops.Sequential(ops.Identity(), inner, ops.SwiGLU()), values(0), values(1)
     y, kept = model(x, extra)
@@ -117,8 +117,8 @@ def test_a_fuser_of_nothing_or_of_no_ops_is_refused():
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 @pytest.mark.parametrize("kept", ["0 (RMSNorm)", "0 (GELU)", "0 (Linear)"])
 def test_an_extra_input_that_an_op_keeps_is_not_written_to(kept: str, recipe: str):
-    """For x + f(x), the sum is not written into x, because backward reads x as the input of f. If the linear saves
-    codes, the sum may be written into x."""
+    """In x + f(x) with an in-place sum, backward of f needs x, so the sum is not written into x. If f is a linear that
+    saves codes, the sum may be written into x."""
     kind = {"RMSNorm": lambda: ops.RMSNorm(H), "GELU": ops.GELU, "Linear": lambda: ops.Linear(H, H, recipe=recipe)}
     torch.manual_seed(0)
     model = ops.Sequential(kind[kept[3:-1]](), ops.Linear(H, H, recipe=recipe), ops.AddExtraInput(in_place=True))
@@ -162,7 +162,7 @@ def test_an_op_that_is_set_otherwise_is_fused_otherwise():
 
 
 class Own(ops.BasicOperation):
-    """User-defined op: twice the input, with the given results."""
+    """User-defined op that returns twice its input, or the given wrong results of forward and backward."""
 
     def __init__(self, forward: Any = None, backward: Any = None) -> None:
         super().__init__()
@@ -449,8 +449,8 @@ def test_options_that_would_do_nothing_are_refused(make: Any, said: str):
 
 
 def test_an_option_of_another_place_is_refused():
-    """TE's fourth argument sequence_parallel would be bias in dlp. An option of one of the parts is not an option of
-    the layer."""
+    """Positional arguments are refused where TE has another order. Options of an inner layer are refused if the outer
+    layer does not have them."""
     with pytest.raises(TypeError, match="positional"):
         ops.LayerNormMLP(H, H, 1e-5, True)  # type: ignore[misc]
     for name in ("return_bias", "eps", "parallel_mode", "causal"):
@@ -535,7 +535,8 @@ def test_two_outputs_in_one_place_are_not_written_to():
 
 
 def test_nothing_is_written_to_codes():
-    """An in-place write to a Handed is refused, because the write would only change a decoded copy."""
+    """An in-place write to a quantized tensor (`ops.Handed`) is refused, because it would change only a decoded
+    copy."""
     handed = ops.Sequential(ops.Quantize(recipe="fp8_current"))(values(0))
     before = handed.tensor()
     for write in (
@@ -554,7 +555,8 @@ def test_nothing_is_written_to_codes():
 
 
 def test_shapes_that_change_are_one_graph():
-    """With dynamic=True, torch also makes variables of the numbers in a module."""
+    """With dynamic=True one graph serves all shapes, although torch then also treats numbers in a module, such as eps,
+    as variables."""
     model = ops.Sequential(ops.RMSNorm(H, eps=1e-3), ops.Linear(H, H))
     compiled = torch.compile(model, backend="aot_eager", dynamic=True, fullgraph=True)
     for tokens in (3, 8):

@@ -41,7 +41,8 @@ def test_a_transformer_layer_is_that_of_torch():
 
 
 def test_modules_return_the_norm_and_the_bias_where_asked():
-    """The returned bias, which was not added, comes before the norm. The bias of the siblings of a gate is added."""
+    """Results are y, then the bias that was not added, then the output of the norm. The bias of the gated siblings is
+    always added."""
     x, both = values(1, M, H), {"return_layernorm_output": True, "return_bias": True}
     for out in (FFN, (FFN, H)):
         module = ops.LayerNormLinear(H, out, **both)
@@ -67,7 +68,7 @@ def test_modules_return_the_norm_and_the_bias_where_asked():
 
 
 def _behind(name: str) -> str:
-    """Name of a parameter in the module with a MakeExtraOutput after the norm."""
+    """Map the name of a parameter to its name in a module with a MakeExtraOutput inserted after the norm."""
     place, _, rest = name.partition(".")
     return f"{int(place) + (place != '0')}.{rest}"
 
@@ -92,7 +93,7 @@ TE = [
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 @pytest.mark.parametrize(("make", "names"), TE, ids=["linear", "siblings", "mlp", "layer"])
 def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, nested: bool):
-    """The names are TE's names; both passes keep the bits."""
+    """A state with the names of Transformer Engine loads, and `state_dict` returns it bit for bit."""
     models = [nn.ModuleDict({"a": make(), "b": nn.Linear(2, 2)}) if nested else make() for _ in range(2)]
     prefix = "a." if nested else ""
     state = {name: torch.randn_like(tensor) for name, tensor in ops.to_te(models[0]).items()}

@@ -1,4 +1,5 @@
-"""Random sequences of ops: fused ops have the results of basic ops, also under a dispatch mode and on token shards."""
+"""Random sequences of ops: with fusions they have the results of the basic ops, also under a dispatch mode and on token
+shards."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.paired_models import without_programs
 from tests.restored_tables import restored_fusions
 
 Ops = list[nn.Module]
-DRAWN: list[Callable[[], Ops]] = [  # ops with H features; ops that can be fused also occur next to each other
+DRAWN: list[Callable[[], Ops]] = [  # functions that make ops on H features; some make a group of ops that can be fused
     lambda: [ops.RMSNorm(H)], lambda: [ops.LayerNorm(H)], lambda: [ops.L2Normalization()], lambda: [ops.Dropout(0.0)],
     lambda: [ops.GELU()], lambda: [ops.SReLU()], lambda: [ops.Bias(H)], lambda: [ops.ConstantScale(0.5)],
     lambda: [ops.Identity()], lambda: [ops.Quantize(recipe="bf16")],
@@ -41,8 +42,8 @@ LINEARS: list[Callable[[], Ops]] = [
 
 
 def on_shards(tp: Any) -> list[Callable[[], Ops]]:
-    """Ops from token shards to token shards: a column- and a row-parallel linear, and linears between explicit
-    collectives."""
+    """Return functions that make ops from token shards to token shards: column- and row-parallel linears, or linears
+    between explicit collectives."""
     more = {"tensor_parallel_group": tp, "sequence_parallel": True}
     column, row = (partial(ops.Linear, tensor_parallel_mode=mode, **more) for mode in ("column", "row"))
     group = tp.get_group()
@@ -57,7 +58,7 @@ def on_shards(tp: Any) -> list[Callable[[], Ops]]:
 
 
 def drawn(draw: random.Random, those: Sequence[Callable[[], Ops]]) -> ops.Sequential:
-    """Up to six of these ops; some parameters are not trainable."""
+    """Draw a sequence of up to six of these ops (or groups of ops), with some parameters frozen."""
     model = ops.Sequential(*[op for _ in range(draw.randint(1, 6)) for op in draw.choice(those)()])
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -89,8 +90,8 @@ def results(
 
 
 def differences(seeds: range, those: Sequence[Callable[[], Ops]], watched: bool, shift: int = 0) -> list[str]:
-    """Differences between fused ops, basic ops and, if `watched`, ops under a dispatch mode. None counts as a zero
-    gradient."""
+    """Return the differences between fused ops, basic ops and, if `watched`, ops under a dispatch mode. A gradient of
+    None counts as zero."""
     wrong = list[str]()
     for seed in seeds:
         draw = random.Random(seed)

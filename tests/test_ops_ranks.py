@@ -103,7 +103,7 @@ def test_a_block_is_that_of_one_rank_and_its_fusions_that_of_its_ops(recipe: str
         parts = [found[name] for found in fused]
         if sp and name in ("y", "dx"):
             parts = [torch.cat(parts)] * 2
-        # A sum over the rank's own tokens, which only a converted model sums over tp
+        # These gradients cover only the tokens of the rank; a converted model would sum them over tp
         if sp and name in ("d0.weight", "d3.bias"):
             parts = [parts[0] + parts[1]] * 2
         for part in parts:
@@ -334,8 +334,8 @@ def test_compiled_code_hands_over_x_on_tp_ranks(recipe: str, sp: bool, ranks: An
 
 
 def of_a_user(recipe: str, sp: bool, quantizes: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Run one step of a column- and a row-parallel linear, each after a user-defined op; return the types that the ops
-    returned."""
+    """Run one step of a column- and a row-parallel linear, each after a user-defined op. Return the tensors of the step by
+    name, and the class names of the tensors that the two ops returned in forward and backward."""
     torch.manual_seed(0)
     tp = {"tensor_parallel_group": worker.mesh(dp_shard=1, tp=2)["tp"], "sequence_parallel": sp, "recipe": recipe}
     first, last = Halved(quantizes), Halved(quantizes)
@@ -429,8 +429,7 @@ def test_a_sharded_and_converted_sequence_trains(recipe: str, ranks: Any):
 
 
 def programs_on_shards() -> list[str]:
-    """Names of results with other bits than on one rank, for models with sharded parts that are recomputed in
-    backward."""
+    """Run models under FSDP with recomputed parts; return the names of results whose bits differ from one rank."""
     mesh, wrong = worker.mesh(dp_shard=2, tp=1), list[str]()
     for name, program in PROGRAMS.items():
         torch.manual_seed(0)
@@ -509,8 +508,8 @@ def test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms(ranks: A
 
 
 def adopted() -> tuple[list[Any], list[str], str, str]:
-    """For linears constructed with a style: recipe and overlap set by layer groups, notes of the plan, and the message
-    about a group with another style."""
+    """Convert a model whose linears were constructed with a style; return the recipe, overlap and style of the linears
+    after conversion, the types of the ops, the plan, and the message about a group with another style."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = OnShards(mesh["tp"])
     groups = [
@@ -531,7 +530,7 @@ def adopted() -> tuple[list[Any], list[str], str, str]:
 def test_groups_reach_recipe_and_overlap_of_ops_and_leave_their_types(ranks: Any):
     for found, types, plan, refused in ranks(2).run(adopted):
         assert found == [("fp8_current", "chunked", "COLUMN_SP"), ("fp8_block", "serial", "ROW_SP")]
-        # A subclass whose gradients are summed over tp
+        # Conversion replaces the norm by a subclass whose gradients are summed over tp
         assert types == ["ReplicatedRMSNorm", "Linear", "SwiGLU", "Linear"]
         assert "constructed explicitly: layer groups can change only recipe and overlap" in plan
         assert "was constructed with style = row, and a layer group sets style = column" in refused
@@ -541,10 +540,10 @@ def test_groups_reach_recipe_and_overlap_of_ops_and_leave_their_types(ranks: Any
 
 
 class Shards(NamedTuple):
-    """Ops on token shards [M / 2, H] or, before a row-parallel linear, on features [M, H / 2]; the bound if fusions
-    round less often than single ops; the description in the plan."""
+    """Case of a fusion on tp ranks. said: description in the plan; features: x is [M, H / 2], for a row-parallel
+    linear, instead of token shards [M / 2, H]; bound: 0 requires equal bits."""
 
-    make: Callable[[Any, Any], Sequence[nn.Module]]  # function of a column- and a row-parallel linear with options
+    make: Callable[[Any, Any], Sequence[nn.Module]]  # gets functions that make a column- and a row-parallel linear
     said: str
     features: bool = False
     bound: float = 0.0
@@ -572,7 +571,7 @@ ON_SHARDS = [
     ),
     Shards(
         lambda column, row: [ops.MakeExtraOutput(in_place=True), column(bias=False)],
-        "MakeExtraOutput, Linear: dx is summed over tp first",
+        "MakeExtraOutput, Linear: dx is summed over tp before the gradient of the extra output is added",
     ),
     Shards(
         lambda column, row: [ops.MakeExtraOutput(), ops.RMSNorm(H), column(bias=False)],
@@ -589,8 +588,8 @@ ON_SHARDS = [
 
 
 def shards_step(case: Shards, recipe: str, used: str, basic: bool) -> dict[str, Tensor]:
-    """y, dx and gradients, including the gradient of the extra input; backward starts at the output, the extra output,
-    or both."""
+    """Return y, dx and all gradients, including that of the extra input. `used`: the outputs from which backward
+    starts."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     more = {"tensor_parallel_group": mesh["tp"], "sequence_parallel": True, "recipe": recipe}
     torch.manual_seed(mesh["tp"].get_local_rank())
@@ -707,8 +706,7 @@ def test_a_module_on_token_shards_is_that_of_one_rank(kind: str, recipe: str, co
         if name.startswith(("y", "dx")):
             dims = [dim for dim, size in enumerate(tensor.shape) if size != pair[0].shape[dim]]
             found = torch.cat(pair, dims[0]) if dims else pair[0]
-        # A sum over the rank's own tokens where each rank should have the sum over all tokens: a converted model sums
-        # over tp
+        # A gradient that covers only the tokens of the rank; a converted model would sum it over tp
         else:
             found = pair[0] if torch.equal(*pair) else pair[0] + pair[1]
         # Softmax ignores a bias that is equal for all keys, so the gradient is only rounding

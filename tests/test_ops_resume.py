@@ -1,4 +1,4 @@
-"""Programs of users of `dlp.ops`, killed and resumed on the same mesh and on other meshes, have the bits of an
+"""Models built from `dlp.ops` that are killed and resumed, on the same mesh and on other meshes, have the bits of an
 uninterrupted run."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Settings of ops that change between a forward and its backward: the backward uses the settings of the forward.
 
-The file also tests constant factors of gradients, which the losses of a training run would not show.
+Other tests here check constant factors of gradients, which the losses of a training run would not show.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dlp import ops
 from tests.metrics import assert_bit_equal
 from tests.ops_models import FFN, H, M, Watched, values
 
-# ops in order, with equal parameters in both models; the op that changes; the new value
+# function that makes the ops, index of the op that changes, changed attributes
 CHANGES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "scale": (lambda: [ops.GELU(), ops.ConstantScale(2.0)], 1, {"scale": 5.0}),
     "scale of a linear": (lambda: [ops.BasicLinear(H, H), ops.ConstantScale(2.0)], 1, {"scale": 5.0}),
@@ -40,7 +40,7 @@ CHANGES: dict[str, tuple[Any, int, dict[str, Any]]] = {
 
 
 def gradients(model: nn.Module, op: nn.Module, change: dict[str, Any]) -> list[Tensor]:
-    """dx and the gradients of parameters. `op` is changed before backward, and restored afterwards."""
+    """Run forward, apply `change` to `op`, run backward and restore `op`; return dx and the gradients of parameters."""
     x = values(1, M, H).requires_grad_()
     extra = (values(2, M, H).requires_grad_() * 1,) if any(m.num_extra_inputs for m in model) else ()  # type: ignore[union-attr]
     model.zero_grad()

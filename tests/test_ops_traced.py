@@ -24,7 +24,8 @@ from tests.restored_tables import restored_fusions
 
 
 def test_codes_are_not_copied_and_need_a_counter_of_writes():
-    """A copy of x would hold the layer that reads the codes; torch counts no writes to tensors of inference mode."""
+    """A copy of a tensor that Quantize returned has no codes, since they are bound to the reading layer. In inference
+    mode there are no codes either, because torch does not count writes."""
     quantize = ops.Quantize(reader=linear("fp8_current"))
     with Watched(), torch.no_grad():
         handed = quantize(values(0, M, H))
@@ -40,7 +41,8 @@ def test_codes_are_not_copied_and_need_a_counter_of_writes():
 
 
 def test_a_copied_quantize_hands_over_in_traced_calls():
-    """A copy registers its recipe, which a process that loads the module may not know."""
+    """Unpickling a Quantize registers its recipe for traced calls, because the process that loads the module may not
+    know it."""
     quantize = ops.Quantize(recipe="fp8_current")
     trace_id = quantize._by_recipe.trace_id
     saved = pickle.dumps(quantize)
@@ -63,9 +65,9 @@ def test_watched_code_hands_over_a_dense_tensor_with_codes():
         assert codes_of(handed) is None
         assert codes_of(ops.Quantize()(values(0, M, H))) is None
     for part in (split.norm, split.fc1):
-        assert "compiled or watched" not in str(part.plan())  # type: ignore[operator]
+        assert "under torch.compile or a dispatch mode" not in str(part.plan())  # type: ignore[operator]
     dense = "0 (Quantize) returns y in high precision: traced calls quantize by a recipe without process_group, or by a reader"
-    assert f"compiled or watched, {dense}" in str(ops.Sequential(ops.Quantize()).plan())
+    assert f"under torch.compile or a dispatch mode, {dense}" in str(ops.Sequential(ops.Quantize()).plan())
 
 
 def mlp_like(model: nn.Module) -> ops.Sequential:
@@ -147,7 +149,7 @@ def test_what_was_changed_compiles_before_it_has_run(how: str):
 
 @pytest.mark.parametrize("recipe", [nightly("bf16"), "fp8_current"])
 def test_ops_are_recomputed_inside_of_compiled_code(recipe: str):
-    """torch traces a checkpoint if the function changes nothing outside of itself."""
+    """Compiled code can recompute ops: torch traces a checkpoint only if the function has no side effects."""
     torch._dynamo.reset()
     model = mlp(recipe)
     expected = run(model)
@@ -195,8 +197,8 @@ def test_compiled_code_is_one_graph():
 
 
 def test_equal_blocks_share_a_graph():
-    """torch compiles one graph in the first step, and another graph for operands that the step boundary has cast, for
-    any number of blocks."""
+    """Equal blocks share graphs: there is one graph for the first step, and one for later steps, whose weights the step
+    boundary has cast."""
     torch.compiler.reset()
     counters.clear()
     blocks = [ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H, recipe="fp8_delayed")) for _ in range(3)]

@@ -50,7 +50,7 @@ def give_gradients(model: nn.Module, seed: int, factor: float = 1.0) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_clipped_to_a_norm(kind: str):
-    """The result is as if the gradients had been divided before, within the last bits of a division."""
+    """Clipping in the optimizer equals dividing the gradients before the step, except for the last bits."""
     models = [model_of() for _ in range(2)]
     optimizers = [made(kind, model) for model in models]
     give_gradients(models[0], 1)
@@ -151,8 +151,8 @@ def test_a_run_resumes_from_torchs_checkpoints_bit_for_bit(ranks, kind: str, tmp
 
 
 def test_the_update_of_an_element_does_not_depend_on_the_cut():
-    """The test updates shards of 1 to 13 elements. The fused AdamW of torch has other bits in shards of 4 and 12
-    elements."""
+    """The update of an element has the same bits in shards of 1 to 13 elements. (torch's fused AdamW has other bits in
+    shards of 4 and 12 elements.)"""
 
     def trained(kind: type[torch.optim.Optimizer], cut: int) -> Tensor:
         draw = torch.Generator().manual_seed(0)

@@ -168,8 +168,8 @@ def test_pieces_are_those_of_the_values(recipe):
     ids=str,
 )
 def test_any_slice_is_that_of_the_values(quantizer, along_k):
-    """A slice has codes if it cuts complete bytes and blocks, the last of which may be partial; otherwise it has
-    values."""
+    """A slice keeps codes if it consists of complete bytes and complete blocks (the last block may be partial);
+    otherwise it is a plain tensor of values."""
     rows, columns = 300, 1056 if along_k == 66 else 512
     weight = QuantizedParameter.from_float(torch.randn(rows, columns), quantizer)
     values, along_n = weight.dequantize(), quantizer.format.block[0]
@@ -205,7 +205,7 @@ def static_weight(value: float, x_scale: float | None = 2.0, size: int = 16) -> 
 
 
 def test_a_copy_brings_the_scale_of_x():
-    """The copy is like `load_state_dict` without assign."""
+    """`copy_`, as in `load_state_dict` without assign, also copies the static scale of x."""
     model, saved = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
     model.weight, saved.weight = (
         nn.Parameter(static_weight(*given), requires_grad=False) for given in ((1.0, 2.0), (3.0, 5.0))
@@ -259,8 +259,8 @@ def test_scales_of_x_that_differ_are_not_joined():
 
 
 def test_activations_may_be_recomputed():
-    """Hooks of saved tensors get each tensor once, as under checkpointing, so that adapters can be trained on a
-    quantized model."""
+    """Activations of a model with adapters on a quantized base can be recomputed: hooks of saved tensors get each
+    tensor once."""
     layer, x = linear("mxfp8")
     grads = []
     for run in (layer, partial(checkpoint, layer, use_reentrant=False)):
@@ -282,7 +282,8 @@ def test_linear_takes_keywords():
 
 
 def test_scales_of_their_own_are_not_joined():
-    """One scale cannot represent both operands, so values are joined."""
+    """`torch.cat` of parameters with different scales per tensor returns values, because one scale cannot represent
+    both."""
     quantizer = recipes.load("fp8_current").w.rowwise
     small, large = (QuantizedParameter.from_float(torch.full((16, 16), v), quantizer) for v in (1.0, 100.0))
     joined = torch.cat([small, large])

@@ -85,10 +85,10 @@ def test_it_prints_every_layer_and_a_summary():
 
 
 def test_what_cannot_be_captured_is_said_with_its_reason():
-    said = "launched kernel by kernel: casts of IntScaling are not declared native (QuantizerCaps.native)"
+    said = "launched one by one: casts of IntScaling are not declared native (QuantizerCaps.native)"
     on_gpu = plan({**FP8, "recipe": "int8"}, device_type="sm_90")
     assert all(any(said in note for note in row.notes) for row in on_gpu.layers if row.recipe.name == "int8")
-    assert f"forward and backward are {said} [layers.0.attn.q_proj and 7 more]" in str(on_gpu)
+    assert f"kernels of forward and backward are {said} [layers.0.attn.q_proj and 7 more]" in str(on_gpu)
     assert "one by one" not in str(plan(FP8, device_type="sm_90"))
 
 
@@ -117,7 +117,7 @@ def test_parameters_add_up():
     model = Model()
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert plan(FP8, tp=1).parameters == whole
-    biases_and_norms = 2 * (2 * 64 + 64)  # o_proj's bias and the norm are on every rank
+    biases_and_norms = 2 * (2 * 64 + 64)  # biases of o_proj and norms are replicated
     columns = {"name": "all", "match": ["head", "embed"], "style": "column"}
     assert plan(QKV, OUT, columns).parameters == (whole - biases_and_norms) // 2 + biases_and_norms
 
@@ -188,7 +188,7 @@ def test_sequence_parallel_layers_are_marked():
         (
             [{"name": "lost", "match": ["head"], "recipe": "fp8_current"}, {"name": "all", "match": ["**"], "recipe": "bf16"}],
             {},
-            "group 'lost' is left with no layer: every layer that the group matches is taken by 'all'",
+            "group 'lost' has no effect: on every matching layer, its fields are overridden by 'all'",
         ),
         ([{"name": "r", "match": ["head"], "recipe": "fp9"}], {}, "unknown recipe 'fp9': the recipes are bf16, "),
         (
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused_by_name(groups, options, message):
 
 
 def scope(recipe: str, tp: int, scope: str = "all") -> dict[str, list[str]]:
-    """Notes of the plan about scales that depend on tp, by layer."""
+    """Return, by layer, the notes of the plan about amax_scope: scales that depend on tp."""
     found = plan({**FP8, "recipe": {"name": recipe, "amax_scope": scope}}, QKV, OUT, tp=tp)
     return {
         name: [note for note in layer.notes if "amax_scope" in note]
@@ -265,8 +265,8 @@ def test_tied_weights_must_be_cut_alike(matched, styles):
 
 
 def test_the_reference_on_a_gpu_is_refused_unless_it_is_allowed():
-    """Scales that are not powers of two have a kernel only on Hopper. On other devices they would run in plain
-    torch."""
+    """The recipe has scales that are not powers of two, for which only Hopper has a kernel. On other devices the GEMM
+    would run in plain torch."""
     inexact = {"name": "fp8_block", "power_of_two": False}
 
     def planned(recipe: Any, device: str) -> set[str]:
@@ -306,7 +306,7 @@ class Deep(nn.Module):
 
 
 def parallel(sequence_parallel: bool) -> list[dict[str, Any]]:
-    """Groups as a model declares them, with the style of each linear under tp."""
+    """Return layer groups like those of a model: the style of each linear under tp."""
     patterns = {"column": ["layers.*.attn.{q,k,v}_proj", "layers.*.mlp.up", "embed", "head"]}
     patterns["row"] = ["layers.*.attn.o_proj", "layers.*.mlp.down"]
     made = [
@@ -322,7 +322,7 @@ def own(match: str, **fields: Any) -> dict[str, Any]:
 
 TAKES = "style 'row' expects features sharded over tp, and no"
 LEAVES = "style 'column' produces features sharded over tp, and no"
-BOTH = "this layer works on whole tokens and layers.0.attn.o_proj in layers.0 on token shards; set the same sequence_parallel"
+BOTH = "this layer works on all tokens and layers.0.attn.o_proj in layers.0 on token shards; set the same sequence_parallel"
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_styles_that_do_not_fit_each_other_are_refused(sequence_parallel, group,
     [
         (True, own("layers.1.mlp.*", style="local", sequence_parallel=False)),
         (True, own("layers.*.mlp.*", style="local", sequence_parallel=True)),
-        (True, own("layers.*.attn.{k,v}_proj", style="column", sequence_parallel=False)),  # cross-attention
+        (True, own("layers.*.attn.{k,v}_proj", style="column", sequence_parallel=False)),  # as in cross-attention
         (True, own("layers.0.{attn,mlp}.**", style="local", sequence_parallel=True)),
         (True, own("head", style="column", sequence_parallel=False)),
         (False, own("head", style="local")),

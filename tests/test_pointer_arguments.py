@@ -6,13 +6,13 @@ import re
 
 from tests import pointer_arguments
 
-# Pointers to mapped memory and to memory of the host, which do not move.
+# Structs with pointers to mapped memory and host memory. Such memory does not move, so a replay does not replace them.
 OF_SLOTS = {"Waiting", "SlotBases"}
 
 
 def pointers(body: str) -> frozenset[int]:
-    """Indices of the words of a struct that are pointers. Each field is one word, except a Matrix, which has five, and
-    arrays of kAgreed."""
+    """Return the indices of the 64-bit words of a struct that are pointers. A field is one word, except a Matrix (five
+    words) and arrays (kAgreed words)."""
     found, word = set[int](), 0
     for field in re.sub(r"//.*|const ", "", body).split(";")[:-1]:
         kind, names = re.fullmatch(r"\s*(\w+)(.*)", field, re.DOTALL).groups()  # type: ignore[union-attr]

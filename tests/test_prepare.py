@@ -1,5 +1,5 @@
-"""Preparing data of rows and with a tokenizer's file: errors are one sentence, and a refused preparation leaves no
-files."""
+"""Preparing data from files of rows and with a tokenizer file: errors are one sentence, and a refused preparation
+leaves no files."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_tokenizer_of_a_file(tmp_path: Path) -> None:
 
 
 def refused(tmp_path: Path, *arguments: str) -> str:
-    """Message of a refused preparation; no files are left."""
+    """Run a preparation that must be refused; check that it leaves no files, and return the message."""
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError) as caught:
         main(["prepare", "--out", str(tmp_path / "out"), "--validation", "0.2", *arguments])

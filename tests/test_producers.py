@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and sums of columns: references compared with float64 and autograd; matrices that a cast computes,
+"""RMSNorm, SwiGLU and sums of columns: references compared with float64 and autograd; casts fused with these functions,
 with emulated kernels (see test_casts.py). No device."""
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tests.quantizers import a_slot, assert_same, origin
 from tests.test_casts import OFFERING, launches, one_read  # noqa: F401
 
 SHAPES = [(1, 1), (5, 300), (130, 1030), (600, 64), (0, 8)]
-ROUNDED = {torch.float32: 5e-7, torch.bfloat16: 4e-3}  # relative error of a result: fp32 arithmetic, one rounding
+# Bound of the relative error: fp32 arithmetic, and one rounding to bf16
+ROUNDED = {torch.float32: 5e-7, torch.bfloat16: 4e-3}
 EPS = 1e-5
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 dtypes = pytest.mark.parametrize("dtype", ROUNDED, ids=str)
@@ -127,7 +128,7 @@ def test_sums_of_columns_are_those_of_float64(shape, dtype):
 
 @pytest.mark.parametrize("sums", [reference.column_sums, lambda x: reference.producers.row_sums(x.t().contiguous())])
 def test_sums_do_not_depend_on_zeros_around_them(sums):
-    """Kernels may therefore leave out elements outside of a matrix."""
+    """Added zeros do not change the bits of a sum. Kernels may therefore skip elements outside of a matrix."""
     x = draw(300, 40)
     assert_bit_equal(sums(F.pad(x, (0, 0, 0, 2000))), sums(x))
 
@@ -149,7 +150,8 @@ def produced(rows: int = 128, cols: int = 256) -> dict[str, ops.LazyMatrix]:
 @pytest.mark.parametrize("which", produced())
 @pytest.mark.parametrize("pair", OFFERING, ids=str)
 def test_a_produced_matrix_is_cast_as_if_it_were_stored(pair, which, launches):  # noqa: F811
-    """The test casts both orientations and one alone, also with a quantizer whose kernel cannot compute the matrix."""
+    """A fused cast has the bits of a cast of the stored matrix: for both orientations, for one, and for quantizers
+    whose kernel cannot compute the matrix."""
     both = one_read(*pair)
     stored = produced()[which].value
     at = origin(stored), origin(stored.t())

@@ -94,7 +94,7 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
 )  # fmt: skip
 @pytest.mark.slow
 def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
-    """The model with which the compiled model is compared is not compiled."""
+    """A compiled model that replays captured launches has the bits of an eager model that never captures."""
     case = dict(case)
     sizes, bias = (N, K) if case.pop("siblings", False) else N, case.pop("bias", False)
     pair = PairedModels(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=case.pop("attached", True))
@@ -105,7 +105,7 @@ def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():
-    """The captured launches run on other memory: the tensors of the recording are freed and overwritten."""
+    """Replays do not read the tensors of the recording, which the test frees and overwrites."""
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     held = []
     for seed in range(6):
@@ -227,8 +227,8 @@ class _Recomputed(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_a_swap_a_load_and_new_operands(compiled: bool):
-    """Captured launches are discarded when inputs move: after a recipe change, with new scales, and with newly cast
-    weights."""
+    """Captured launches are discarded after a recipe change, after a load that creates new scales, and when weights are
+    cast to new memory."""
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_delayed"))
     if compiled:
         compiles(pair.model)
@@ -294,7 +294,7 @@ def test_wgrads_that_wait_are_left_beside_launches(recipe: str, sizes: Any):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_weights_in_fp32_are_rounded_by_a_launch(recipe: str):
-    """Passes cast the weights, because no step boundary has run."""
+    """Without a step boundary each pass rounds its fp32 weights, by a captured launch."""
     layer, found = dlp.Linear(K, N, False, recipe=recipe, dtype=torch.float32), []
     for off in (nullcontext(), without_programs()):
         with off:
@@ -391,8 +391,8 @@ def test_a_function_that_does_more_than_launch_is_no_program():
 
 
 def test_a_copy_is_no_view_though_its_operation_may_be_one():
-    """The recorder detects copies below autograd too, where the first call of a compiled graph runs, and where `to`,
-    `reshape` and `contiguous` are not decomposed."""
+    """`to`, `reshape` and `contiguous` may return a view or a copy. The recorder must recognize copies, also below
+    autograd, where these operations are not decomposed and where the first call of a compiled graph runs."""
     x = values(0, 64, 64)
 
     def run(copied: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -414,8 +414,8 @@ def test_a_copy_is_no_view_though_its_operation_may_be_one():
 
 @pytest.mark.slow
 def test_a_compiled_layer_casts_fp32_weights_in_every_call():
-    """Before the first step boundary, forward rounds the weight in each microbatch. The second microbatch is another
-    graph, whose first call the compiler runs below autograd."""
+    """Before the first step boundary, each forward of a compiled layer must round the fp32 weight again, also in the
+    second microbatch, for which torch compiles another graph and runs its first call below autograd."""
 
     def microbatches(model: nn.Module, seed: int) -> Results:
         return [forward_backward(model, 10 * seed + i) for i in range(3)][-1]
@@ -451,7 +451,7 @@ def test_memory_that_nobody_declared_is_refused():
     made = captured.record(run, [x], [foreign])
     made([x])
     assert foreign == x.abs().max()
-    with pytest.raises(ValueError, match="nobody declared"):
+    with pytest.raises(ValueError, match="was not declared"):
         captured.record(run, [x], [])([x])
 
 
@@ -470,7 +470,8 @@ def test_memory_in_between_is_shared_by_what_is_not_used_together():
 
 
 def test_a_run_asks_no_operator_for_memory():
-    """Allocations through torch's dispatcher took a tenth of the host's time of a tiny linear."""
+    """A replay allocates no memory through torch's dispatcher, which would take a tenth of the host time of a small
+    linear."""
     x, asked = values(0, 64, 64), list[Any]()
 
     class Asked(TorchDispatchMode):

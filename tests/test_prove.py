@@ -36,7 +36,7 @@ def test_a_rank_has_its_part_of_a_tensor():
     case = MeshCase("", dp_shard=2, tp=2, accumulate=2)
     x = torch.arange(8 * 3 * 4.0).view(8, 3, 4)  # [B, S, F]
     place = Place(case, tp=1, dp=1).at(0)
-    mine = x[2:4]  # data-parallel ranks have consecutive numbers
+    mine = x[2:4]  # the rows of data-parallel rank 1
     assert torch.equal(place.part(x, torch.Size([2, 3, 4])), mine)
     assert torch.equal(place.part(x, torch.Size([2, 3, 2])), mine[..., 2:])
     assert torch.equal(place.part(x, torch.Size([3, 4])), mine.reshape(6, 4)[3:])
@@ -66,8 +66,8 @@ def test_a_rank_of_cp_has_its_chunks_of_each_sequence(flat: bool):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_variance_of_a_cast_bounds_its_error(recipe):
-    """The variance is also small enough: if half of a sum is missing, which has a variance of 0.5, the difference
-    exceeds the bound of two casts."""
+    """The estimated variance must bound the error of a cast, and be so small that a sum without half of its terms
+    (variance 0.5) exceeds the bound for two casts."""
     for operand in ("x", "w", "dy"):
         quantizer = getattr(recipes.load(recipe), operand).rowwise
         generator = torch.Generator().manual_seed(3)
@@ -126,7 +126,7 @@ def test_a_config_is_shrunk_with_the_same_divisibility():
 
 
 def test_a_config_keeps_as_many_blocks_as_its_groups_need():
-    """Blocks 0 and the last four are in bf16, so that nvfp4 needs six blocks."""
+    """Block 0 and the last four blocks are in bf16, so at least six blocks are needed for one in nvfp4."""
     config, remarks = prove.provable(load("llama3_8b_nvfp4"), prove.Size())
     assert config.model.layers == 6 and any("layers = 6," in remark for remark in remarks)
     config, _ = prove.provable(load("tiny", ["--groups.edges.match", '["layers.-40:.**"]']), prove.Size(2, 128))
@@ -156,12 +156,13 @@ def test_the_exit_code_says_whether_every_mesh_is_proved(monkeypatch, capsys, me
 
 @pytest.mark.slow
 def test_a_refusal_on_a_started_rank_is_raised_here(monkeypatch):
-    """Group edges takes all layers, so that no number of layers leaves one to group default."""
+    """The error is raised in this process. Here group edges matches all layers, so group default has no effect for any
+    number of layers."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start_forked)
     edges = ["--groups.edges.match", '["layers.**"]']
     config, _ = prove.provable(load("llama3_1b", edges), prove.Size(2, 128))
-    with pytest.raises(ValueError, match="^group 'default' is left with no layer") as error:
+    with pytest.raises(ValueError, match="^group 'default' has no effect") as error:
         prove.prove_config(config, ["accumulate2"], steps=1)
     assert "make_plan" in error.value.__notes__[0]
 
@@ -189,7 +190,7 @@ def test_help_names_meshes_and_exit_codes(capsys):
         prove.main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "tpN, dpN, cpN, hsdpNxM, accumulateN and sp, joined by x or +" in said
-    assert "The exit code is 0 if every mesh computes what one rank computes, else 1." in said
+    assert "The exit code is 0 if all tensors agree, else 1." in said
 
 
 def test_the_page_shows_the_sentences_and_kinds_of_reports():

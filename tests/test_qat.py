@@ -24,8 +24,8 @@ NAMES = ("y", "dx", "dw", "db")
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, w, b, dy. The zero point of one token is half a code off, so that its largest value is rounded beyond the
-    range of codes. The same holds for the largest value of each group of w, if it is positive."""
+    """Return x, w, b and dy. Rounding the zero point of token 0 shifts its codes by a half, so that its largest value
+    is clipped. The same happens to the largest value of a group of w if it is positive."""
     made = torch.Generator().manual_seed(0)
     x, w, b, dy = (torch.randn(shape, generator=made) for shape in ((M, K), (N, K), (N,), (M, N)))
     x[0] = x[0].clamp(-1, 1)
@@ -47,7 +47,8 @@ def results(module: Any, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
 
 
 def straight(t: Tensor, scaling: Any) -> Tensor:
-    """The decoded values of t in its dtype, for integers, computed so that autograd differentiates only clamp."""
+    """Return the decoded values of t in its dtype. For integers, only the clamp is differentiated by autograd; for
+    other formats, the gradient passes unchanged."""
     if not isinstance(scaling, IntScaling):
         padded = scaling.format.padded(t.detach())
         values = scaling.cast(padded, scaling.observe(padded)).dequantize(t.dtype)[: t.shape[0], : t.shape[1]]
@@ -55,7 +56,7 @@ def straight(t: Tensor, scaling: Any) -> Tensor:
     padded = scaling.format.padded(t).float()
     blocks, codes = padded.unflatten(1, (-1, scaling.group or padded.shape[1])), scaling.codes
     scale, zero = affine.choose_qparams_affine(blocks.detach(), (1, 1, 0), codes, symmetric=scaling.symmetric)
-    raw = blocks / scale + zero  # the gradient of the quotient is the inverse of the gradient of the product below
+    raw = blocks / scale + zero  # this factor 1 / scale in the gradient cancels the factor scale below
     rounded = raw + (torch.round(blocks.detach() * (1 / scale)) + zero - raw).detach()
     return ((rounded.clamp(*codes) - zero) * scale).flatten(1)[:, : t.shape[1]].to(t.dtype)
 
@@ -124,7 +125,7 @@ def test_is_torchaos_fake_quantized_linear(bits, group):
 
 
 def test_what_was_trained_is_what_torchao_converts():
-    """y after training equals y after export and `quantize_`, by dlp and by torchao."""
+    """The trained model has the y of the exported model after quantization, by `quantize_` of dlp and of torchao."""
     x, w, b, dy = tensors()
     model, plain = nn.Sequential(layer("qat", w, b)), nn.Sequential(nn.Linear(K, N))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -183,7 +184,7 @@ def test_values_that_differ_are_not_exported_into_one_parameter():
     assert_bit_equal(dlp.export(model, into)[1].weight, before)
 
 
-SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # bound for y, if codes are summed before they are scaled
+SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # bound for y where the GEMM scales the sums of codes
 
 
 @pytest.mark.parametrize(
@@ -203,8 +204,8 @@ SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # bound for y, if cod
 )
 @torch.no_grad()
 def test_every_format_is_exported(weight, activation, exact):
-    """Exact in fp32. In bf16, exact if scales are powers of two, since decoding then rounds nothing; values that are
-    scaled before they are summed are rounded in bf16."""
+    """The exported model has the y of training. In bf16 this is exact only if scales are powers of two, so that
+    decoding does not round. `exact`: whether y is exact in fp32 and in bf16."""
     recipe, mode = dlp.recipe("qat", weight=weight, activation=activation), "dynamic"
     if activation == "none":
         mode = "weight_only"

@@ -24,7 +24,8 @@ from tests.quantizers import SEEDS, a_slot, assert_same, every_quantizer, matrix
 
 
 def cast_shards(quantizer: Quantizer, shards: list[Tensor], x: Tensor, dim: int) -> list[QuantizedTensor]:
-    """Cast each shard separately, with amaxes on which ranks agree if `reduces` requires an agreement."""
+    """Cast each shard separately. If `reduces` requires an agreement of ranks, all shards use the maximum of their
+    amaxes."""
     observed = [quantizer.observe(shard) for shard in shards]
     if dim in quantizer.reduces:
         observed = [o if o is None else torch.stack([p for p in observed if p is not None]).amax(0) for o in observed]
@@ -70,7 +71,7 @@ def test_quantized_shards_concatenate_to_the_quantized_whole(
 
 
 def test_where_shards_concatenate():
-    """The table lists the operands that can be gathered quantized: (format, dim, shard size)."""
+    """Compare with a table of the operands that can be gathered quantized: (format, dim, shard size)."""
     block, tile, mx, fp4 = (q.format for q in (BlockScaling(), BlockScaling(tile=True), MxScaling(), Nvfp4Scaling()))
     assert all(fmt.concatenates(0, 5) for fmt in (block, mx, fp4, RowwiseScaling().format, CurrentScaling().format))
     assert all(fmt.concatenates(1, 5) for fmt in (RowwiseScaling().format, CurrentScaling().format))

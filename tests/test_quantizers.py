@@ -94,7 +94,7 @@ def test_error_is_that_of_the_element_type(quantizer: Quantizer, seed: int, expo
     q = quantizer.cast(x, quantizer.observe(x), slot=slot, at=origin(x))
     source = ops.rht16(x) if q.format.basis else x
     if getattr(quantizer, "scale_rounding", "ceil") == "floor":
-        return  # the upper part of a binade saturates
+        return  # the largest values of a binade saturate
     bound = {"e4m3": 2**-4, "e5m2": 2**-3}.get(q.format.element, 0.0 if q.format.keeps_source else 0.25)
     assert relative_error(q.dequantize(), source.float()) <= bound
 
@@ -125,7 +125,8 @@ def test_rounding_is_monotonic_and_odd_within_a_block(quantizer: Quantizer, seed
 @every_quantizer
 @given(seed=SEEDS, exponent=st.integers(-140, 100))
 def test_nothing_finite_becomes_nan_or_more_than_double(quantizer: Quantizer, seed: int, exponent: int):
-    """The test covers amaxes up to FLT_MAX / 448. For larger amaxes the decoding of NVFP4 overflows by definition."""
+    """A decoded finite value is finite, and at most twice the value. Amaxes are at most FLT_MAX / 448, because for
+    larger ones NVFP4 overflows in decoding by definition."""
     x = matrix(seed, 32, 32, exponent, torch.float32)
     slot = ScaleSlot(ops.scale_from_amax(ops.amax(x), 448.0), torch.zeros(()))
     q = quantizer.cast(x, quantizer.observe(x), slot=slot, at=origin(x))
@@ -151,7 +152,7 @@ def test_zeros_denormals_inf_and_nan(quantizer: Quantizer):
     codes = q.payload.view(torch.uint8)
     codes = ops.unpack_e2m1(codes) if q.format.elements_per_code == 2 else codes
     largest = {"e4m3": 0x7E, "e5m2": 0x7B}.get(q.format.element, 0x7)
-    poisons = getattr(quantizer, "scale_rounding", "ceil") == "floor"  # OCP MX: the complete block becomes NaN
+    poisons = getattr(quantizer, "scale_rounding", "ceil") == "floor"  # in OCP MX a NaN makes the complete block NaN
     assert codes[0, 0] == (0x7F if poisons else largest)
     assert codes[63, 40] == (0x7F if q.format.element else 0x7)
 

@@ -1,5 +1,5 @@
-"""Named ranges in a profile: the ranges of a layer, on one or two ranks; no ranges without a profiler, and while
-launches are captured."""
+"""Named ranges in a profile: ranges of layers on one and two ranks, and no ranges without a profiler or while launches
+are recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Recipes as values: options, checks, a recipe in a separate file, CustomRecipe, formats of users, the support table.
+"""Recipes: options, checks, a recipe in a user's file, CustomRecipe, user-defined formats, and the table of supported
+GEMMs.
 
 No ranks.
 """
@@ -283,7 +284,7 @@ def test_an_answer_that_is_no_quantizer_is_refused(answer: Any):
 
 
 def test_current_scaling_forward_and_mxfp8_backward():
-    """Stock quantizers of two recipes: each GEMM finds the kernel for its pair of formats."""
+    """A custom recipe from the quantizers of two recipes of dlp: each GEMM uses the kernel for its pair of formats."""
     current, mx = CurrentScaling(), MxScaling()
     answers = {
         "linear_input": Operand(current, mx), "linear_weight": Operand(current, mx), "linear_grad_output": mx,
@@ -305,7 +306,7 @@ def test_a_custom_recipe_whose_operands_do_not_fit_names_the_gemm():
 
 @dataclass(frozen=True)
 class Int6(Format):
-    """Integers -31..31 with one fp32 scale per row. The parts do not declare how shards concatenate."""
+    """Integers -31..31 with one fp32 scale per row. It does not declare how shards of its parts concatenate."""
 
     name = "int6"
     parts = (Part("codes", torch.int8), Part("scale_inv", torch.float32))
@@ -395,7 +396,7 @@ def test_a_format_that_lacks_something_says_what():
 
 
 def test_the_recipes_folder_is_listed_once(monkeypatch: pytest.MonkeyPatch):
-    """The folder is not listed again for each of the thousands of layers of a model."""
+    """The folder of recipes is listed once, and not for each of the thousands of layers of a model."""
     load("fp8_current")
     listed = []
     monkeypatch.setattr("dlp.quant.recipe.pkgutil.iter_modules", lambda path: listed.append(path) or [])

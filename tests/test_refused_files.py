@@ -1,4 +1,4 @@
-"""Refusals of files of other programs, each with one sentence."""
+"""Files of other programs that cannot be read are refused with one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""State of a forward in an autocast region, which only its own backward and recomputation use. No ranks."""
+"""A forward in an autocast region keeps its state (scales, random counters): its backward and its recomputation use
+this state, and no other forward does. No ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ Wrap = Callable[..., Tensor]
 
 
 def layer(recipe: Any = DELAYED) -> Linear:
-    """A layer whose weights and gradients are far from 1, so that a scale of 1, or the scale of another forward,
-    flushes or clips them."""
+    """Return a layer with such small weights that wrong delayed scales (1, or those of another forward) would flush or
+    clip values."""
     torch.manual_seed(0)
     linear = Linear(SIZE, SIZE, recipe=recipe)
     with torch.no_grad():
@@ -74,8 +75,8 @@ def test_an_evaluation_in_a_region_leaves_nothing_to_a_step_outside():
 
 
 def results(runs: list[Callable[[Tensor], Tensor]], linear: nn.Module, order: list[int], wrap: Wrap) -> list[Tensor]:
-    """dx and dw of forwards that all run before their backwards, which run in the given order. The magnitude of x
-    changes between forwards."""
+    """Run all forwards, with x of very different magnitudes, and then their backwards in the given order; return dx and
+    dw of each."""
     xs = [matrix("gauss", SIZE, SIZE, seed) * factor for seed, factor in ((1, 1.0), (2, 1024.0), (3, 1e-2))]
     xs = [x.requires_grad_() for x in xs]
     ys = [wrap(run, x) for run, x in zip(runs, xs, strict=True)]
@@ -88,7 +89,7 @@ def results(runs: list[Callable[[Tensor], Tensor]], linear: nn.Module, order: li
 
 
 def inside(linear: Linear, recipe: Any = None) -> Callable[[Tensor], Tensor]:
-    """A forward in a region that the checkpointed function enters."""
+    """Return a function that enters a region and runs the layer: for checkpoints around the region."""
 
     def run(x: Tensor) -> Tensor:
         with dlp.autocast(recipe=recipe):
@@ -98,7 +99,7 @@ def inside(linear: Linear, recipe: Any = None) -> Callable[[Tensor], Tensor]:
 
 
 def outside(linear: Callable[[Tensor], Tensor], wrap: Wrap, recipe: Any = None) -> Callable[[Tensor], Tensor]:
-    """A checkpointed forward inside a region."""
+    """Return a function that enters a region and runs the layer in a checkpoint inside the region."""
 
     def run(x: Tensor) -> Tensor:
         with dlp.autocast(recipe=recipe):
@@ -121,7 +122,8 @@ def test_each_forward_has_its_own_delayed_scales_in_backward_and_in_recomputatio
 
 
 def test_a_checkpoint_in_a_checkpoint_repeats_its_own_forward():
-    """The outer checkpoint needs y, so its recomputation runs the layer in a new inner checkpoint."""
+    """With nested checkpoints, the recomputation by the outer one runs the layer in a new inner one; both must use the
+    state of the original forward."""
     found = []
     for inner, outer in ((directly, directly), (again, again)):
         linear = layer()
@@ -164,7 +166,7 @@ def test_a_backward_after_another_region_casts_w_by_the_scale_of_its_own_forward
     first = run(x.requires_grad_())
     with torch.no_grad():
         linear.weight.data = linear.weight * 1e-3
-    # The scale of w grows by 1000 when this region ends, which would be far too large for w of the first forward
+    # When this region ends, the scale of w grows by a factor of 1000: far too large for w of the first forward
     run(x)
     with torch.no_grad():
         linear.weight.data = linear.weight * 1e3
@@ -230,7 +232,7 @@ def test_a_reentrant_checkpoint_in_a_region_is_refused_and_one_outside_is_not():
 
 
 def played_graph(model: nn.Module, x: Tensor) -> None:
-    """Warm up as `torch.cuda.make_graphed_callables` does, with gradients in uninitialized memory."""
+    """Run the warm-up of `torch.cuda.make_graphed_callables`, whose dy is uninitialized memory: here Inf."""
     for _ in range(3):
         y = model(x)
         torch.autograd.grad(y, list(model.parameters()), torch.full_like(y, float("inf")))
@@ -270,21 +272,22 @@ def test_a_recipe_that_a_graph_holds_is_not_swapped(monkeypatch: pytest.MonkeyPa
         dlp.set_recipe(model, "0", "bf16")
     with dlp.graphing(model):
         dlp.set_recipe(model, "0", "bf16")
-    monkeypatch.setattr("dlp.parallel.linear.step.capturing", lambda: True)  # although `dlp.graphing` was not used
+    monkeypatch.setattr("dlp.parallel.linear.step.capturing", lambda: True)  # a capture without `dlp.graphing`
     model[1](x)
     with pytest.raises(ValueError, match="^1: the recipe bf16 of this layer is captured in a CUDA graph"):
         dlp.set_recipe(model, "1", "fp8_block")
 
 
 def test_the_weight_of_a_graphed_layer_is_scaled_by_what_it_has_become():
-    """A replay does not count as a forward."""
+    """Replays are not forwards for dlp. The step boundary must observe and scale the weight of a graphed layer
+    anyway."""
     model = nn.Sequential(layer())
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     dlp.attach(model, optimizer)
     with dlp.graphing(model):
         played_graph(model[0], matrix("gauss", SIZE, SIZE, 1))
     model[0].weight.data.mul_(64.0)
-    for _ in range(2):  # cast and observed, then cast with the resulting scale
+    for _ in range(2):  # the first boundary observes the weight, the second casts with the resulting scale
         optimizer.step()
     table = model[0].core.session.scaling.table
     assert table.scale[table.index("0.w")].item() == pytest.approx(448 / model[0].weight.abs().max().item(), rel=1e-3)
@@ -319,7 +322,8 @@ optimizer.step()
 
 @pytest.mark.slow
 def test_a_torch_that_was_built_for_cuda_trains_where_there_is_no_driver():
-    """pip's default torch on Linux is such a build. It raises when it is asked whether a capture is running."""
+    """A torch that is built for CUDA raises if it is asked about a running capture on a machine without a driver.
+    Training must work there."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_A_DRIVER], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -341,8 +345,8 @@ def in_region(model: nn.Module, recipe: Any, steps: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("recipe", [None, DELAYED, dlp.recipe("fp8_delayed", margin=1)])
 def test_scales_of_regions_are_saved_without_a_step_boundary(recipe):
-    """If only the region names a recipe, its scales are loaded when the region runs. The names are the names after
-    `dlp.attach`."""
+    """A checkpoint contains the scales of regions, with the names that they have after `dlp.attach`. If the recipe is
+    given only by the region, loaded scales take effect when the region runs."""
     model, resumed, lone = of_two(), of_two(), Linear(SIZE, SIZE, recipe=DELAYED)
     in_region(model, recipe, 2)
     saved = dlp.state_dict(model)

@@ -103,7 +103,8 @@ def test_a_pair_is_decoded_to_bf16_where_that_is_exact(kernel, left, right, dtyp
     [("fp8_current", True, "bfloat16"), ("fp8_rowwise", False, "float32"), ("mxfp8", False, "bfloat16")],
 )
 def test_scales_beside_bf16_values_are_in_the_problem(weights, alpha, out):
-    """A scale per tensor is the factor `alpha` of the GEMM; scales per row are applied to fp32 sums."""
+    """If w is quantized and x is bf16, a scale per tensor is the factor `alpha` of the GEMM; scales per row are applied
+    to its fp32 result afterwards."""
     plan = dlp.make_plan(
         nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16)),
         [{"name": "all", "match": ["*"], "recipe": replace(load_recipe("bf16"), w=load_recipe(weights).w)}], tp=1,
@@ -133,7 +134,7 @@ def test_it_is_a_command(capsys):
 
 
 class Reader(nn.Module):
-    """Model with two kinds of linears, one of which runs twice, and one linear that is called as a function."""
+    """Model with two linears that run twice, and a head that is called as a function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ def of_floats():
 
 
 def values():
-    """Module that reads a value in forward, which the meta device does not have."""
+    """Return a module whose forward reads a value, which is impossible on the meta device."""
 
     class Asking(nn.Module):
         def forward(self, tokens):

@@ -1,4 +1,4 @@
-"""Dgrads of siblings as one GEMM: which operands qualify, chunks of rows, the result of a layer, and the plan."""
+"""Summed dgrads of siblings as one GEMM: for which operands, by chunks of rows, in a layer, and in the plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ K, M = 64, 40
 
 
 def siblings(recipe: str = "fp8_current", **changes: str) -> tuple[list[QuantizedTensor], list[Gemm]]:
-    """dy_i and the dgrads of siblings."""
+    """Return the operands dy_i of siblings, and their dgrad GEMMs."""
     given = load(recipe, **changes)
     left, right = given.operands("dgrad")
     rows = [quantize(left, matrix(i, M, n) * 10.0**i) for i, n in enumerate(SIZES)]
@@ -34,7 +34,7 @@ def terms(rows: list[QuantizedTensor], gemms: list[Gemm]) -> list[tuple[Tensor, 
 
 
 def rows_of(a: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
-    """Rows of an operand, as overlap strategies cut them."""
+    """Return rows [start, stop) of an operand, as overlap strategies cut it."""
     moves = a.format.moves[0]
     return a.format.wrap([part if dim is None else part[start:stop] for part, dim in zip(a.parts, moves, strict=True)])
 

@@ -1,4 +1,5 @@
-"""Siblings return the outputs that the first sibling computed, and compute again if these outputs would be wrong."""
+"""The first sibling that is called computes the outputs of all siblings. The others return these outputs, or compute
+again if they would be wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NAMES = ("q", "k", "v")
 
 
 class Three(nn.Module):
-    """q, k and v with one x, as after conversion, unsharded on one rank."""
+    """Siblings q, k and v that read one x, as conversion makes them, on one rank."""
 
     def __init__(self, recipe: str = "bf16") -> None:
         super().__init__()
@@ -132,7 +133,8 @@ def test_another_tensor_is_refused_by_name(three):
 
 @pytest.mark.parametrize("hooked", NAMES)
 def test_a_full_backward_hook_on_one_changes_nothing(three, hooked):
-    """torch calls a module with such a hook with another tensor on the memory of x."""
+    """For a module with a full backward hook, torch passes another tensor object with the memory of x. The siblings
+    must recognize it as x."""
     expected, seen = values(0).requires_grad_(), []
     sum(3**i * three.exact(name, expected).sum() for i, name in enumerate(NAMES)).backward()
     gradients = {name: getattr(three, name).weight.grad.clone() for name in NAMES}

@@ -1,5 +1,5 @@
-"""Outputs of metrics besides metrics.jsonl, the snapshot of a GPU out of memory, and the ranges of a profiled step. No
-ranks."""
+"""Outputs of metrics besides metrics.jsonl, the memory snapshot after an out-of-memory error, and the ranges in a
+profile of a step. No ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
-    """Records of a run, beginning at step `begin`."""
+    """Write the records of a run from step `begin` + 1 to step `steps`."""
     config = load("tiny", ["--run.metrics", json.dumps(names)])
     run = Namespace(path=folder, leader=True, say=print)
     recorder = Recorder(config, cast(RunDir, run), CPU, 1)
@@ -47,7 +47,7 @@ def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
 
 @contextmanager
 def room(nbytes: int) -> Iterator[None]:
-    """Limit the size of every file, so that longer writes are cut, as on a full disk."""
+    """Context that limits the size of every file to `nbytes`; longer writes are cut, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:

@@ -1,5 +1,5 @@
-"""Every format, GEMM and mode with sizes 0, 1, 2 and around a block in M, N and K, for which kernels of torch may be
-wrong. No ranks."""
+"""Every format, GEMM and mode for M, N and K of 0, 1, 2 and around the size of a block, for which torch's kernels may
+be wrong. No ranks."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ int_mm = torch._int_mm
 
 
 def strict_int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """`torch._int_mm`, but AssertionError where oneDNN on a CPU with VNNI would leave the result uninitialized: torch
-    takes an operand with stride(1) == 1 as rows with distance stride(0), and any other operand as columns with distance
-    stride(1)."""
+    """Run `torch._int_mm`, but raise AssertionError for operands with which oneDNN on a CPU with VNNI would leave the
+    result uninitialized: torch passes stride(0) as the leading dimension if stride(1) == 1, else stride(1), and this
+    leading dimension may be too small."""
     for x in (a, b) if a.numel() and b.numel() else ():
         rows = x.stride(1) == 1
         leading, least = (x.stride(0), x.shape[1]) if rows else (x.stride(1), x.shape[0])

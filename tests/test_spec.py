@@ -44,14 +44,14 @@ def test_running_a_layer_changes_nothing_of_its_spec():
 def test_equal_specs_share_a_trace_and_no_state():
     one, two = (dlp.Linear(64, 64, recipe="fp8_current").core.bound for _ in range(2))
     assert one.spec == two.spec and one.trace_id == two.trace_id
-    stands = spec_of(one.trace_id)  # perhaps the spec of another layer
+    stands = spec_of(one.trace_id)  # an equal spec, possibly of another layer
     assert all(getattr(stands, each) == getattr(one.spec, each) for each in ("style", "recipe", "tp", "options"))
     assert int(one.spec_id) != int(two.spec_id) and bound_of(two.spec_id) is two and one.session is not two.session
 
 
 def test_a_trace_is_named_by_what_it_stands_for(monkeypatch):
-    """The name does not depend on the order in which a process creates specs, because inductor finds graphs on disk by
-    these names and uses them unchanged."""
+    """The name of a trace depends only on the spec, and not on the order in which a process creates specs, because
+    inductor caches graphs on disk that contain these names."""
 
     def names(of: list[str]) -> dict[str, int]:
         monkeypatch.setattr("dlp.parallel.linear.spec._TRACES", {})

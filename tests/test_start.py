@@ -1,4 +1,4 @@
-"""Processes start without what only compiled code needs."""
+"""Start of processes: modules that only compiled code needs are not imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def test_dlp_does_not_import_dynamo():
-    """torch._dynamo and torch._inductor take more than a second."""
+    """Importing dlp does not import torch._dynamo and torch._inductor, which takes more than a second."""
     told = "import sys, dlp, launch.train; print(sorted({'torch._dynamo', 'torch._inductor'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -172,8 +172,8 @@ def converted(recipe: str = "bf16") -> nn.Module:
 )  # fmt: skip
 @torch.no_grad()
 def test_frozen_layers_have_zero_points(x: Any, w: Any, kernel: str, mode: Any, caplog: Any):
-    """y is the product of the decoded operands within the roundings of both; int8 rows multiply codes, and the plan names pairs
-    that are decoded."""
+    """y equals the product of the decoded operands within rounding. int8 rows are multiplied as codes; the plan names
+    the pairs of formats that are decoded first."""
     frozen, plain = calibrated(converted(), observer="minmax"), calibrated(net(), observer="minmax")
     dlp.freeze(frozen, "**", by_hand(x, w), mode)
     dlp.quantize_(plain, by_hand(x, w), mode=mode)
@@ -198,10 +198,10 @@ def test_zero_points_have_the_bits_of_the_fake_quantized_forward_where_scales_ar
     layer = model[0]
     w = torch.randint(-127, 128, (96, 64)) / 128
     w[:, 0] = 127 / 128
-    layer.weight.copy_(w)[:, 0] = 127.5 / 128  # the amax for steps of 1/128, clipped
+    layer.weight.copy_(w)[:, 0] = 127.5 / 128  # the amax gives a scale of 1/128, and is clipped
     with dlp.calibrate(model, observer="minmax"):
         model(rows)
-    layer.x_range.copy_(torch.tensor([-3.0, 4.96875]))  # 255 steps of 1/32
+    layer.x_range.copy_(torch.tensor([-3.0, 4.96875]))  # a range of 255 codes with scale 1/32
     dlp.freeze(model, "0", QAT, "static")
     zero, step = -32, 1 / 32
     fake = ((rows / step).round() + zero).clamp(-128, 127).sub(zero).mul(step)
@@ -284,7 +284,7 @@ def test_what_has_no_static_scale_is_refused():
         model = net()
         model[0].weight.data.zero_(), model[0].bias.data.zero_()
         calibrated(model, tensors=("y",))
-    with pytest.raises(ValueError, match="use a quantizer with one scale per row"):
+    with pytest.raises(ValueError, match="a static scale needs a quantizer with one scale per row"):
         StaticScaling(Nvfp4Scaling())
     recipe = by_hand(IntScaling(), IntScaling(), ZEROS)
     model = calibrated(converted())

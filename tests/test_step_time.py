@@ -1,4 +1,5 @@
-"""Predicted seconds of a step: schedule, rates, sums of shares, recorded runs, and the ranking of settings."""
+"""Predicted seconds of a step: the schedule, rates, sums of the parts, comparison with recorded runs, and the ranking
+of settings."""
 
 from __future__ import annotations
 
@@ -87,7 +88,8 @@ def test_predictions_of_recorded_runs_are_as_near_as_the_page_says(fitted, count
 
 
 def test_recorded_runs_without_a_graph_took_as_long_as_the_plan_says_for_hosts():
-    ratios = [1 / (1 + compare(run).error) for run in RECORDED if is_eager(run)]  # the same run on several hosts
+    # The same run was recorded on several hosts
+    ratios = [1 / (1 + compare(run).error) for run in RECORDED if is_eager(run)]
     assert len(ratios) == 7 and all(0.95 < ratio < rates_of("h200").host_spread for ratio in ratios), ratios
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from dlp.parallel.style import STYLES, GemmComm, shard_sizes, style
 
-# shard_dim of w, then (gather, reduce) of fprop, dgrad, wgrad
+# style -> shard_dim of w, then (gather, reduce) of fprop, dgrad and wgrad
 TABLE = {
     "LOCAL": (None, (None, None), (None, None), (None, None)),
     "LOCAL_SP": (None, (None, None), (None, None), (None, "all")),
@@ -15,8 +15,8 @@ TABLE = {
     "COLUMN_SP": (0, ("x", None), (None, "scatter"), ("x", None)),
     "ROW_SP": (1, (None, "scatter"), ("dy", None), ("dy", None)),
 }
-# Dimension of x, w and dy that tp shards; operands that are sent; whether dw and db, or db alone, cover this rank's
-# tokens only.
+# style -> the dimension of x, w and dy that tp shards; the gathered operand; whether dw covers only this rank's tokens;
+# whether db does.
 READ_OFF = {
     "LOCAL": (None, None, None, None, False, False),
     "LOCAL_SP": (0, None, 0, None, True, True),
@@ -42,7 +42,8 @@ def test_the_rest_is_read_off(row):
 
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
 def test_cuts_and_communication_are_consistent(row):
-    """If tp shards the contraction, the results are partial sums unless the operands are gathered."""
+    """A GEMM whose contraction tp shards, and whose operands are not gathered, gives partial sums, so it must have a
+    reduction; other GEMMs must not."""
     for comm, contraction in ((row.fprop, row.cut_x == 1), (row.dgrad, row.cut_dy == 1), (row.wgrad, row.cut_x == 0)):
         partial = contraction and comm.gather is None
         assert (comm.reduce is not None) == partial

@@ -209,7 +209,7 @@ def test_a_group_may_name_a_linear_by_any_of_its_names():
         ({"scale_grad_by_freq": True}, "an embedding with scale_grad_by_freq cannot be sharded along the vocabulary; "
             "set style"),
         ({"sparse": True}, "an embedding with sparse gradients cannot be a DTensor: replace the module by an embedding "
-            "without these before dlp.convert"),
+            "without max_norm and sparse before dlp.convert"),
         ({"max_norm": 1.0}, "an embedding with max_norm, which rewrites its weight in forward, cannot be a DTensor"),
     ],
     ids=str,

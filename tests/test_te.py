@@ -39,7 +39,8 @@ MAKE: dict[str, Any] = {
 
 
 def taken(layer: str, method: str) -> set[str]:
-    """The arguments of a layer of dlp.te, from its own signature or from its base classes in dlp."""
+    """Return the names of the arguments of `method` of a layer of dlp.te, including those of its base classes in
+    dlp."""
     found: set[str] = set(OPTIONS) if method == "__init__" and layer != "DotProductAttention" else set()
     for cls in getattr(te, layer).__mro__:
         if method in vars(cls) and cls.__module__.startswith(("dlp.te", "dlp.ops.")):
@@ -83,7 +84,7 @@ def test_dropouts_are_those_of_the_page():
 
 
 def requested(argument: Argument) -> Any:
-    """Return a value that is not one of the neutral values of the argument."""
+    """Return a value of the argument that requests something: none of its neutral values, which are ignored."""
     assert argument.neutral is not None
     return next(value for value in (True, "mxfp8", 3) if value not in argument.neutral)
 
@@ -177,7 +178,7 @@ def test_names_that_are_missing_say_what_to_do():
 
 
 def test_the_advice_for_experts_runs():
-    """The expressions of the advice give the rows of each expert, in the order of the rows of `moe_permute`."""
+    """The expressions in the advice compute the rows of each expert, in the order of the rows of TE's `moe_permute`."""
     names: dict[str, Any] = {"dlp": dlp, "torch": torch, "num_gemms": 3, "in_features": H, "out_features": FFN}
     names |= {"expert": torch.tensor([2, 0, 2, 0, 2]), "m_splits": [2, 0, 3]}
     make, ends = re.search(r"construct (.*), and pass (.*) in place of m_splits", te.MISSING["GroupedLinear"]).groups()
@@ -264,7 +265,8 @@ def test_a_name_stands_in_messages():
 
 @pytest.mark.parametrize("split", [("query", "key_"), {"query_": 24, "key": 8}])
 def test_parameters_are_split_by_name(split: Any):
-    """The outputs equal the outputs of one weight, and so do the parameters of a state dict of Transformer Engine."""
+    """A linear with `parameters_split` has one parameter for each name, the outputs of a linear with the concatenated
+    weight, and the parameter names of Transformer Engine."""
     sizes = (16, 16) if isinstance(split, tuple) else (24, 8)
     x = values(0, M, H)
     for layer in (te.Linear(H, 32, parameters_split=split), te.LayerNormLinear(H, 32, parameters_split=split)):
@@ -331,7 +333,8 @@ def test_outputs_and_gradients_are_handed_over():
 
 
 def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    """Attention [B, H, S, D] in fp64 over the keys that `seen` marks -> [B, S, H * D]."""
+    """Compute attention in fp64: q, k and v are [B, H, S, D], `seen` is the mask of keys, and the result is [B, S, H *
+    D]."""
     scores = q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
     out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.double()
     return out.transpose(1, 2).flatten(2)
@@ -430,7 +433,7 @@ def test_what_attention_cannot_do_is_refused(call: Any, says: str):
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """The heads [S, B, heads, head], rotated as complex numbers."""
+    """Rotate heads [S, B, heads, head] by rotary angles, computed with complex numbers."""
     half = x.shape[-1] // 2
     pairs = x.unflatten(-1, (half, 2)) if interleaved else x.unflatten(-1, (2, half)).transpose(-1, -2)
     theta = angles[..., ::2] if interleaved else angles[..., :half]
@@ -441,8 +444,8 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
 def test_a_transformer_layer_norms_and_rotates_heads(interleaved: bool, norm_first: bool):
-    """The layer has two groups of keys and values, heads of 16 features, a window, a norm after the layer and clamped SwiGLU,
-    on [S, B, H], and is compared with plain torch. No number equals the default."""
+    """Compare with plain torch a layer with two groups of keys and values, heads of 16 features, a window, a norm after
+    the layer and clamped SwiGLU, on [S, B, H]. All settings differ from their defaults."""
     torch.manual_seed(0)
     layer = te.TransformerLayer(
         H, FFN, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="no_mask", window_size=(3, 1),

@@ -93,7 +93,7 @@ class Unturned(Fp8Tensor):
 
 @dataclass(frozen=True)
 class Unfactored(Fp8Tensor):
-    """Faulty format: a GEMM applies the scale twice, so that products differ from those of decoded values."""
+    """Faulty format: `factored` values already contain the scale, so a GEMM applies it twice."""
 
     def factored(self, q):
         values, scale = super().factored(q)
@@ -109,7 +109,7 @@ class Unsaved(Fp8Tensor):
 
 @dataclass(frozen=True, eq=False)
 class Listed(Fp8Tensor):
-    """Faulty format: its equality depends on the values of a tensor, which a compiler does not know while it traces."""
+    """Faulty format: its __eq__ reads values of a tensor, which torch.compile does not know during tracing."""
 
     levels: Any = field(default_factory=lambda: torch.arange(4.0))
 
@@ -122,7 +122,7 @@ class Listed(Fp8Tensor):
 
 @dataclass(frozen=True)
 class In(CurrentScaling):
-    """Quantizer that casts to a format of this class."""
+    """Quantizer that casts to a format of the class `kind`."""
 
     kind: Any = Fp8Tensor
 

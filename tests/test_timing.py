@@ -12,8 +12,8 @@ from dlp.kernels import timing
 
 
 class Played:
-    """A simulated device and its host, in milliseconds. `queued`: the time at which all queued work will have
-    finished."""
+    """A simulated device and its host. All times are in milliseconds. `queued`: the time at which all queued work will
+    have finished."""
 
     def __init__(self) -> None:
         self.now = self.queued = self.idle = 0.0
@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Played:
 @pytest.mark.parametrize("host", [0.01, 0.9])
 def test_a_device_that_the_host_keeps_busy_never_waits(host: float, device: Played) -> None:
     assert timing.sustained_ms(lambda: device.work(host, 1.0)) == pytest.approx(1.0)
-    assert device.idle == pytest.approx(host)  # until the first kernel
+    assert device.idle == pytest.approx(host)  # before the first kernel
 
 
 @pytest.mark.parametrize("host", [1.2, 40.0])

@@ -117,7 +117,8 @@ esac
     [(0, 0, 0, 0), (2, 0, 0, 0), (1, 0, 0, 1), (3, 0, 0, 1), (127, 0, 0, 1), (0, 1, 0, 1), (2, 1, 0, 1), (2, 0, 1, 1)],
 )
 def test_continuous_integration_passes_over_a_missing_compiler_alone(tmp_path, code, lint, tests, expected):
-    """make and the interpreter are replaced. The kernels of all architectures are compiled, whatever is on PATH."""
+    """Only a missing compiler does not fail CI. The test replaces make and the interpreter, and checks that CI compiles
+    the kernels of all architectures."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     for name, text in (("make", CI_MAKE), ("python", CI_PYTHON)):
@@ -135,8 +136,8 @@ def test_continuous_integration_passes_over_a_missing_compiler_alone(tmp_path, c
 
 
 def under_tools(printed: str, code: int = 0) -> str:
-    """Replace a sanitizer that finds the defect of a bad kernel. Under the sanitizer pytest prints the given text and
-    exits with the given code."""
+    """Return a script that replaces the sanitizer: it reports the defect of a bad kernel; for pytest it prints
+    `printed` and exits with `code`."""
     return f"""case "$*" in *" clean") ;; *probe*) exit 99 ;; *) printf '{printed}\\n'; exit {code} ;; esac"""
 
 
@@ -148,7 +149,7 @@ HAZARDS = "== RACECHECK SUMMARY: 100 hazards displayed (0 errors, 512 warnings)"
 WARNINGS = "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 512 warnings)"
 NO_HAZARDS = "== RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
 NOISY = f"""case "$*" in *" clean") echo "{HAZARDS}" ;; *) exit 99 ;; esac"""
-UNKNOWN = "memcheck: nothing is known,"
+UNKNOWN = "memcheck: no result,"
 
 
 @pytest.mark.parametrize(
@@ -160,17 +161,17 @@ UNKNOWN = "memcheck: nothing is known,"
         (under_tools("1 failed, 3 passed in 1s", 1), 1, "memcheck: exit code 1, 1 failed, 3 passed"),
         (under_tools("4 failed in 1s", 1), 1, "memcheck: exit code 1, 4 failed in 1s"),
         (under_tools(f"{PASSED}\\n{HAZARDS}"), 1, "memcheck: RACECHECK SUMMARY: 100 hazards displayed (0 errors, 512"),
-        (under_tools("== ERROR SUMMARY: 2 errors", 99), 1, "memcheck: ERROR SUMMARY: 2 errors, pytest said nothing"),
-        (under_tools("", 99), 1, "memcheck: exit code 99, pytest said nothing"),
+        (under_tools("== ERROR SUMMARY: 2 errors", 99), 1, "memcheck: ERROR SUMMARY: 2 errors, no summary by pytest"),
+        (under_tools("", 99), 1, "memcheck: exit code 99, no summary by pytest"),
         (under_tools(f"{PASSED}\\n{WARNINGS}"), 1, "memcheck: RACECHECK SUMMARY: 0 hazards displayed (0 errors, 512"),
         (under_tools("99 skipped in 1s"), 3, f"{UNKNOWN} 99 skipped in 1s"),
         (under_tools("=== 0 passed in 1s ==="), 3, f"{UNKNOWN} 0 passed in 1s"),
         (under_tools("no tests ran in 0.01s", 5), 3, f"{UNKNOWN} no tests ran in 0.01s"),
-        (under_tools("3 passed", 139), 3, f"{UNKNOWN} pytest said nothing"),
-        (under_tools(""), 3, f"{UNKNOWN} pytest said nothing"),
-        (BLIND, 3, "memcheck: does not work on a GPU: it does not find the defect of a bad kernel"),
-        (WRONG, 3, "memcheck: does not work on a GPU: it fails on a clean kernel, with exit code 99"),
-        (NOISY, 3, "memcheck: does not work on a GPU: it fails on a clean kernel, with exit code 0"),
+        (under_tools("3 passed", 139), 3, f"{UNKNOWN} no summary by pytest"),
+        (under_tools(""), 3, f"{UNKNOWN} no summary by pytest"),
+        (BLIND, 3, "memcheck: does not work on a GPU: it does not find the error of a faulty kernel"),
+        (WRONG, 3, "memcheck: does not work on a GPU: it reports an error for a correct kernel, with exit code 99"),
+        (NOISY, 3, "memcheck: does not work on a GPU: it reports an error for a correct kernel, with exit code 0"),
     ],
 )
 def test_a_sanitizer_that_does_not_work_or_runs_nothing_is_never_clean(
@@ -257,7 +258,8 @@ def test_make_installs_the_compiler_where_there_is_a_gpu_and_no_toolkit(programs
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 @pytest.mark.parametrize("verb", ["pretrain", "ledger", "bench-comm", "emulate", "plan"])
 def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
-    """If SIGTERM ended a shell in between, the program and the run would continue as orphans."""
+    """make must run the program without a shell in between: SIGTERM would end the shell, and the run would continue as
+    an orphan."""
     fake, parent = tmp_path / "python", tmp_path / "parent"
     fake.write_text(f'#!/bin/sh\ncase "$1" in tools/*) exit 0;; esac\necho $PPID >{parent}\n')
     fake.chmod(0o755)
@@ -266,7 +268,8 @@ def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
 
 
 def test_a_plain_install_brings_what_compiles_the_kernels():
-    """Without the compiler, a machine with a GPU would run plain-torch casts, which only a warning reports."""
+    """`pip install` installs the compiler of the kernels. Without it, a machine with a GPU would run casts in plain
+    torch, with only a warning."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"ninja", "pybind11"} <= set(project["dependencies"])
     compiler = [each.partition(">")[0] for each in project["optional-dependencies"]["gpu"]]

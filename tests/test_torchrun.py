@@ -1,10 +1,10 @@
 """Runs with one process per rank: a failure, a killed rank, SIGTERM, resume, a refusal.
 
 One run fails on two "hosts", resumes on one host and is killed, resumes and is stopped, and is resumed by ranks without
-torchrun to its end. The losses must equal the losses of an uninterrupted run, which runs in the pool. The ranks without
-torchrun use one store for several runs, like ranks that torchrun restarts. Blocks are sequences of dlp.ops. Other tests
-of runs use the pool (tests/multigpu), where a run costs less than a second. In a new interpreter the import of torch,
-dlp and launch takes six seconds of CPU time. Therefore torchrun starts ranks as forks (`ForkedRank`); with
+torchrun to its end. The losses must equal the losses of an uninterrupted run in the pool of ranks. The ranks without
+torchrun use one store for several runs, like ranks that torchrun restarts. The blocks of the model are sequences of
+dlp.ops. Other tests of runs use the pool (tests/multigpu), where a run takes less than a second. Here torchrun starts
+ranks as forks (`ForkedRank`), because a new interpreter imports torch, dlp and launch for six seconds; with
 `--all-cases` the ranks on two "hosts" are new interpreters.
 """
 
@@ -50,7 +50,7 @@ def program(output: Path, module: str, arguments: list[str], environment: dict[s
     os.chdir(ROOT)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **environment)
     torch.set_num_threads(1)  # torch was imported before the fork
-    # The module was imported before the fork
+    # runpy warns that the module was imported before the fork
     warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -123,8 +123,8 @@ class ForkedRank:
 
 
 class Run:
-    """torchrun with CPU ranks, or a single rank: a program that a user starts as `python -m module arguments`, in a
-    separate session."""
+    """A running program `python -m module arguments` in a separate session: torchrun with CPU ranks, or a single
+    rank."""
 
     def __init__(
         self, folder: Path, module: str, *arguments: str, output: str = "output.txt", fork_ranks: bool = True,
@@ -269,9 +269,8 @@ def failed(config: Config, folder: Path, fork_ranks: bool) -> None:
 
 
 def killed(config: Config, folder: Path) -> int:
-    """Kill rank 0 after a new checkpoint; return the step of this checkpoint. All processes end soon, and no later
-    checkpoint is complete. On a loaded machine rank 0 may be killed while it writes the next checkpoint, and leaves
-    `.step-N.tmp`."""
+    """Kill rank 0 after a new checkpoint, and return the step of this checkpoint. All processes must end soon, without
+    a later checkpoint; if rank 0 was writing one, an incomplete `.step-N.tmp` remains."""
     run, before = local(folder), max(steps(config))
     run.wait_for(lambda: max(steps(config)) > before)
     pid = run.ranks()[0]

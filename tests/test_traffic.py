@@ -80,8 +80,8 @@ def test_tokens_off_the_block_travel_in_high_precision():
 
 
 def test_fsdp_units():
-    """Two linears, one of which is an FSDP unit, and one of which belongs to the root unit; 5 rows over 2 ranks are
-    padded to 3 each."""
+    """Planned bytes of two linears: the first is an FSDP unit, the second belongs to the root unit. FSDP pads 5 rows on
+    2 ranks to 3 rows each."""
     plan = dlp.make_plan(nn.Sequential(nn.Linear(8, 5, bias=False), nn.Linear(5, 4, bias=False)), [], 1)
     load = Workload({"dp_shard": 2, "dp_replicate": 2}, M, 3, weight_dtype=torch.bfloat16, units=("0", ""))
     shards = 3 * 8, 2 * 5
@@ -102,8 +102,8 @@ def over_dp(recipe: Any, shape: tuple[int, int] = (N, K), **more: Any) -> dict[t
 
 
 def test_weights_over_dp_shard_travel_as_each_pass_needs_them():
-    """Each of two passes gathers half of the [N, K] codes and scales. The single scale of a tensor is known on all
-    ranks."""
+    """Forward and backward each gather the orientation that they need: a rank sends half of the codes and scales. A
+    scale per tensor is not sent, because all ranks know it."""
     n = N // 2
     assert over_dp("fp8_current") == {("weights", "fp8_tensor[e4m3]"): 2 * n * K, ("amax", "float32"): 2 * 4}
     assert over_dp("fp8_block") == {("weights", "fp8_block[e4m3, 128x128]"): 2 * (n * K + 4)}
@@ -175,7 +175,7 @@ def test_delayed_scales_are_agreed_by_all():
     layers = nn.Sequential(nn.Linear(K, K), nn.Linear(K, K))
     plan = dlp.make_plan(layers, [dlp.LayerGroup("all", "**", recipe="fp8_delayed")], 2)
     load = Workload({"tp": 2, "dp_shard": 2}, M)
-    # 6 slots, 2 x 4 bytes each
+    # 6 slots, each sent twice with 4 bytes
     assert step_traffic(plan, load) == {Sent("world", "", "amax", "float32"): 2 * 3 * 2 * 4}
 
 
@@ -202,17 +202,16 @@ def test_the_plan_prints_the_wire_and_names_how_dy_travels():
     )
     assert "note: dy is gathered in two orientations, 1.03x the bytes of bf16; gather_dy = 'high_precision'" in text
     asked = plan_text(load("tiny", ["--groups.default.recipe", "{name='mxfp8', gather_dy='high_precision'}"]), 4, "cpu")
-    assert (
-        "note: dy is gathered once, in high precision, and quantized after the gather: its recipe asks for it" in asked
-    )
+    reason = 'the recipe has gather_dy = "high_precision"'
+    assert f"note: dy is gathered once, in high precision, and quantized after the gather: {reason}" in asked
     assert "two orientations" not in asked + plan_text(load("tiny", ["--recipe", "nvfp4"]), 4, "cpu")
     alone = plan_text(load("tiny", ["--mesh.tp=1"]), 1, "cpu")
     assert "wire: one rank, nothing is sent" in alone
 
 
 def calls(blocks: int) -> int:
-    """Number of function calls, including C functions, for a printed plan with `layers` blocks on 8 x 2 ranks, with
-    recomputation and recipe changes."""
+    """Return the number of function calls (including C functions) that print the plan of a model with `blocks` blocks
+    on 16 ranks, with recomputation and a recipe change."""
     counted = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:

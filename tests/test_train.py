@@ -1,4 +1,4 @@
-"""The training program without ranks: plans for any world, the printed config, refusals."""
+"""The training program without ranks: plans for any number of ranks, the printed config, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def test_a_plan_needs_no_ranks(world, device, mesh):
 def test_a_plan_shows_the_invariant_mode_and_refuses_what_it_cannot_keep_equal():
     invariant = {"--train.invariant": "true", "--train.micro_batch": "1"}
     lines = plan_text(load("tiny", [*sum(invariant.items(), ())]), 2, "sm_90").splitlines()
-    assert any(line.startswith("invariant = true: equal bits on every mesh, by sums of 8 segments") for line in lines)
+    assert any(
+        line.startswith("invariant = true: results are bitwise equal on every mesh; GEMMs add 8 segments")
+        for line in lines
+    )
     assert any(
         line.startswith("wire: invariant = true: the bytes of partial sums in fp32 are not predicted") for line in lines
     )
@@ -56,7 +59,7 @@ def test_a_plan_shows_the_invariant_mode_and_refuses_what_it_cannot_keep_equal()
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"asynchronous": False}, "saves: every 100 steps and after the last step, training waits for each"),
+        ({"asynchronous": False}, "saves: every 100 steps and after the last step, training waits for each save"),
         ({"at_end": False}, "saves: every 100 steps, written while the next steps run"),
         ({"every": 0}, "saves: after the last step"),
         ({"every": 0, "at_end": False}, "saves: none ([checkpoint] every = 0 and at_end = false)"),
@@ -84,7 +87,7 @@ def test_a_plan_is_for_one_rank_or_more_and_a_run_for_those_that_are_there(monke
     monkeypatch.setattr(train, "train", lambda config: pytest.fail("it trains"))
     code, out, error = command("launch.train", "tiny", "--plan", "--world", "4.5")
     assert (code, out) == (2, "") and error.endswith("argument --world: expected an integer >= 1, got '4.5'\n")
-    sentence = "--world, --device, --timeline: expected with --plan alone; a run takes the ranks that torchrun starts\n"
+    sentence = "--world, --device, --timeline: expected only with --plan; leave them out: torchrun decides the ranks of a run\n"
     assert command("launch.train", "tiny", "--world", "2") == (1, "", sentence)
     assert command("launch.train", "tiny", "--device", "h200") == (1, "", sentence)
 

@@ -39,7 +39,7 @@ def logits(config: Config) -> Tensor:
 
 
 def mixed(folder: Path, data: Path, family: str) -> Config:
-    """A run with one block for each recipe."""
+    """Return the config of a run with one block for each recipe."""
     settings = [f"--model.family={family}", f"--model.layers={len(RECIPES)}", *FAMILIES[family]]
     training.config(folder, data)
     path = folder / "small.toml"

@@ -1,5 +1,5 @@
-"""Weights of every family converted in both directions: `transformers` computes the same as dlp's models, and reads the
-written files."""
+"""Weights of every family, imported and exported: `transformers` computes the same as dlp's models, and reads the
+exported files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_model(kind: str, settings: dict[str, Any]) -> Any:
-    """An fp32 model with norms and biases that are not all equal."""
+    """Return an fp32 model with random norms and biases."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SMALL, **settings))
@@ -50,7 +50,7 @@ def random_model(kind: str, settings: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_key_that_transformers_reads_is_known(family: str) -> None:
-    """The keys that the library's model reads, its defaults, and which keys may be null."""
+    """dlp knows all keys of config.json that transformers reads, their defaults, and which keys may be null."""
     transformers = pytest.importorskip("transformers")
     known, name = families.FAMILIES[family], families.FAMILIES[family].architecture
     model = getattr(transformers, name)

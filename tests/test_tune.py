@@ -1,4 +1,5 @@
-"""Measured choices of algorithms and the measurements, with plans and measurements replaced. No device."""
+"""Measured choices of cuBLASLt algorithms: how they are measured, stored and used, with a stub in place of cuBLASLt. No
+device."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ def test_calls_run_by_the_chosen_candidates_and_others_as_before(monkeypatch: py
 
 
 class Ran:
-    """The arguments of the GEMMs that were requested from cuBLASLt, without alignment, which depends on the
-    allocator."""
+    """Record, in `words`, the arguments of the GEMMs that were requested from cuBLASLt, without the alignment, which
+    depends on the allocator."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
         self.words: list[gemms.GemmProblem] = []
@@ -89,7 +90,7 @@ class Ran:
 
 @functools.cache
 def listed(recipe: str, device: str, dtype: str) -> dict[str, dict[str, Any]]:
-    """One GEMM of each kind in a layer of the recipe, as `bench.shapes` lists it."""
+    """Return the description of fprop, dgrad and wgrad of a layer of the recipe, as `bench.shapes` prints them."""
     recipes = [part for name in ("default", "edges") for part in (f"--groups.{name}.recipe", recipe)]
     config = load_config("tiny", ["--mesh.tp", "1", "--train.dtype", dtype, "--train.sequence", "32", *recipes])
     found = {each["gemm"]: each for each in map(json.loads, of_config(config, 1, device)[0])}
@@ -98,8 +99,8 @@ def listed(recipe: str, device: str, dtype: str) -> dict[str, dict[str, Any]]:
 
 
 def real_call(recipe: str, problem: dict[str, Any], source: torch.dtype) -> Callable[[], Tensor]:
-    """The GEMM of the recipe with these sizes and this result, on operands that its quantizers cast from values in
-    `source`."""
+    """Return a call of the GEMM that `problem` describes, on operands that the quantizers of the recipe cast from
+    values of dtype `source`."""
     loaded, which, contraction = load(recipe), problem["gemm"], problem["contraction"]
     operands = []
     for lines, quantizer, way in zip(

@@ -20,7 +20,7 @@ from launch.training.step_update import IN_A_ROW, KNOWN, WINDOW, SpikeFilter
 
 
 def plainly(norms: list[float], factor: float) -> list[tuple[float, bool]]:
-    """Limits and skipped steps, in plain Python."""
+    """Return (limit, whether the step is skipped) for each norm, computed in plain Python."""
     known: list[float] = []
     found, row = [], 0
     for norm in norms:

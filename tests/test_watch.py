@@ -13,7 +13,7 @@ WAITS = "transfer 1 of up in forward, a slot of 65536 bytes: rank 0 waits for ra
 
 
 class Waits:
-    """Stand-in for a transport: the current waits, and the number of times they were read."""
+    """Stand-in for a transport. `now`: the current waits; `asked`: how often the watch has read them."""
 
     def __init__(self) -> None:
         self.now, self.asked = [WAITS], 0
@@ -25,8 +25,8 @@ class Waits:
 
 @pytest.fixture
 def looks(monkeypatch) -> Any:
-    """Check the waits every 10 s for 601 s; return the time at which the process was ended, and the reason. `at`: by
-    second, the place of the main thread, or the current wait."""
+    """Return a function that lets the watch look every 10 s for 1200 s, and returns the second at which the process is
+    ended and the reason, or None. `at`: second -> new place of the main thread (str) or new waits (list)."""
 
     def run(waits: Waits, at: dict[int, str | list[str]]) -> tuple[int, str] | None:
         place, ended = ["wait (a.py:1)"], list[str]()

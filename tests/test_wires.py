@@ -17,7 +17,7 @@ R, ROWS, FEATURES = 4, 6, 300  # two complete blocks and a partial one
 
 
 def contributions(dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """[R, ROWS, FEATURES]: gaussian values, one outlier in some blocks, a block of zeros, very small and very large
+    """Return [R, ROWS, FEATURES]: gaussian values with outliers, a block of zeros, and very small and very large
     blocks."""
     x = torch.randn(R, ROWS, FEATURES, generator=torch.Generator().manual_seed(3))
     x[:, 0, 5] = 1e4
@@ -34,8 +34,8 @@ def block_amax(x: Tensor) -> Tensor:
 
 
 def bound(x: Tensor) -> Tensor:
-    """Bound on the error of decoded values: half a step of E4M3, for subnormals half a subnormal step; scales are
-    fp32."""
+    """Return the bound on the error of decoded values: half a step of E4M3 or of its subnormals, and the rounding of
+    fp32 scales."""
     return (x.double().abs() * 2**-4 + block_amax(x) / 448 * 2**-10) * (1 + 2**-20)
 
 
@@ -53,7 +53,7 @@ def test_a_scale_is_one_division_rounded_once():
     x = contributions()
     _, scale_inv = pack_fp8(x)
     amax = torch.nn.functional.pad(x.double().abs(), (0, -FEATURES % 128)).unflatten(-1, (-1, 128)).amax(-1)
-    # Rounding twice does not matter in fp64
+    # fp64, so that rounding to fp32 is the only rounding that matters
     scale = torch.where(amax > 0, 448 / amax.clamp_min(448 * 2.0**-126), 1).float()
     assert_bit_equal(scale_inv, (1 / scale.double()).float())
 
@@ -79,8 +79,8 @@ def test_a_sum_is_the_fp32_sum_in_rank_order_of_what_was_packed_rounded_once():
 
 @pytest.mark.parametrize("index", range(R))
 def test_a_sum_reads_one_contribution_elsewhere(index):
-    """The contribution of the local rank is read from another buffer, and its place in the received buffer is ignored:
-    equal bits for any content."""
+    """`sum_fp8` reads the contribution of the local rank from a separate buffer. The position of this contribution in
+    the received buffer may contain anything."""
     codes, scale_inv = pack_fp8(contributions())
     own = index, codes[index].clone(), scale_inv[index].clone()
     total, plain = sum_fp8(codes, scale_inv, torch.bfloat16), contributions(torch.bfloat16)

@@ -1,4 +1,5 @@
-"""A model so small that a step takes milliseconds, and its runs, inside the workers of the pool or from a command line.
+"""Configs, data and runs of a model whose steps take milliseconds. Runs start in workers of the pool, or from a command
+line.
 
 `config(folder, data)` is the config, `shards(folder)` the data, and `run(config)` trains in a worker.
 """
@@ -81,8 +82,8 @@ def config(folder: Path, data: Path, *overrides: str) -> Config:
 
 
 def trainer(config: Config, cls: type[Trainer] = Trainer, *, plots: bool = False) -> tuple[Trainer, int]:
-    """The trainer that `launch.train` builds from a config, on a mesh that is kept between tests. Runs in a worker. By
-    default there are no plots, each of which takes as long as ten steps."""
+    """Build the trainer of `launch.train` for a config, on a cached mesh; return it and the number of completed steps.
+    Runs in a worker. Plots are off by default, because a plot takes as long as ten steps."""
     deterministic.prepare()
     plot.write_plot = WRITE_PLOT if plots else _no_plot
     sizes = config.mesh
@@ -93,7 +94,7 @@ def trainer(config: Config, cls: type[Trainer] = Trainer, *, plots: bool = False
 
 
 def _no_plot(runs: Sequence[Path], out: Path) -> None:
-    """Replacement for `write_plot`."""
+    """Replacement for `write_plot` that does nothing."""
 
 
 def end_determinism() -> None:
@@ -109,12 +110,12 @@ def run(config: Config, *, plots: bool = False) -> None:
 
 
 def metrics(config: Config, key: str = "loss") -> dict[int, Any]:
-    """Records of a run, by step."""
+    """Return the value `key` of the records in metrics.jsonl, by step."""
     records = read_metrics(Path(config.run.dir) / "metrics.jsonl")  # without an incomplete last line
     return {record["step"]: record[key] for record in records if key in record}
 
 
 def said(config: Config, rank: int = 0) -> list[str]:
-    """The lines of a rank's log, without times."""
+    """Return the lines of a rank's log, without their times."""
     lines: Sequence[str] = (Path(config.run.dir) / "log" / f"rank{rank}.txt").read_text().splitlines()
     return [line.partition(" ")[2] for line in lines]

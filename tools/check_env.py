@@ -1,8 +1,8 @@
-"""Report in one sentence which package this interpreter lacks for a target of the Makefile, before anything else fails.
+"""Report packages that are missing or have the wrong version in this interpreter, before a target of the Makefile runs.
 
-    python tools/check_env.py [PACKAGE ...]      the runtime dependencies of pyproject.toml, and these
+    python tools/check_env.py [PACKAGE ...]      check the runtime dependencies of pyproject.toml, and these packages
 
-Nothing but the standard library is imported: the check costs milliseconds, and works where torch itself is broken.
+The program imports only the standard library: it takes milliseconds, and works even if importing torch fails.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
 def release(version: str) -> tuple[int, ...]:
-    """Numbers of a version: "2.11.0+cu130" -> (2, 11, 0)."""
+    """Return the numbers of a version: "2.11.0+cu130" -> (2, 11, 0)."""
     return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def problem(requirement: str) -> str | None:
-    """Describe the problem with `requirement` (a name, perhaps with >= and < bounds) here, or return None."""
+    """Describe why this interpreter does not satisfy `requirement`, a package name with optional >= and < bounds. Returns None
+    if it does."""
     name = re.split("[<>]", requirement)[0]
     bounds = requirement.removeprefix(name)
     if importlib.util.find_spec(name) is None:
@@ -41,7 +42,7 @@ def main(extra: list[str]) -> int:
     if problems:
         print(
             f"{sys.executable}: {'; '.join(problems)}. "
-            "Install it there, name another interpreter (PYTHON=...), or leave PYTHON out: make then uses .venv.",
+            "Install the packages there, name another interpreter (PYTHON=...), or leave PYTHON out: make then uses .venv.",
             file=sys.stderr,
         )
     return 1 if problems else 0

@@ -1,15 +1,14 @@
-"""Find functions with more than eight parameters; bindings of kernels (dlp/kernels) may have as many as they need.
+"""Find functions with more than eight parameters, except for bindings of kernels (dlp/kernels).
 
     python tools/parameters.py dlp launch bench [...]
 
-`self` and `cls` do not count, nor do *args and **kwargs. With more than eight parameters, some belong together: make a
-record of them. Exceptions carry a mark:
+`self`, `cls`, *args and **kwargs do not count. Parameters that belong together should become a record (a dataclass or named
+tuple). A function with a prescribed signature, for example a copy of a signature of torch or the flat schema of a custom op,
+has a mark:
 
-    def f(...):  # many parameters: REASON      for a signature that cannot be chosen: a mirrored signature of torch,
-                 the
-                                               flat schema of a custom op
+    def f(...):  # many parameters: REASON
 
-A mark that is no longer needed fails as well.
+The check also fails for a mark on a function with at most eight parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +28,13 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Function(NamedTuple):
-    """`name`: with the class in which it is defined, if any. `marked`: its head carries a MARK."""
+    """Definition of a function.
+
+    name          name, with the class for a method: "Class.method"
+    place         "FILE:LINE"
+    parameters    number of parameters that count
+    marked        whether its signature has a MARK
+    """
 
     name: str
     place: str
@@ -60,7 +65,7 @@ def _count(function: Definition, in_class: bool) -> int:
 
 
 def problems(functions: Sequence[Function]) -> list[str]:
-    """One sentence for each function with too many parameters, and for each mark that is not needed."""
+    """Return a message for each function with too many parameters, and for each mark that is not needed."""
     found = []
     for name, place, parameters, marked in functions:
         if marked and parameters <= LIMIT:

@@ -1,12 +1,12 @@
-"""Bits of short training runs, for comparing two source trees that must be bitwise equal: a line for every recipe and
-case.
+"""Hashes of short training runs, for checking that two versions of the source train bitwise equal models.
 
-    torchrun --nproc-per-node 1 -m tools.run_bits > before.txt      tp 1: eager, compiled, recomputed
-    torchrun --nproc-per-node 2 -m tools.run_bits > before.txt      tp 2, sequence parallelism, FSDP, and the same of these
+    torchrun --nproc-per-node 1 -m tools.run_bits > before.txt      one rank: eager, compiled, recomputed
+    torchrun --nproc-per-node 2 -m tools.run_bits > before.txt      two ranks: tp, tp with sequence parallelism, FSDP
     diff before.txt after.txt
 
-A run is five steps of `tiny` with two small blocks on random tokens. Its line has the hash of all losses, parameters and
-optimizer states of all ranks. Options of the command line go to the config: --model.layers 4.
+A run is five steps of `tiny` with two small blocks on random tokens. The program prints a line for every recipe and case
+(CASES), with a hash of all losses, parameters and optimizer states of all ranks. Command-line options are overrides of the
+config, for example --model.layers 4.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def train(config: Config, built: Built) -> Iterable[Tensor]:
-    """Run five steps, and return losses, parameters and optimizer states of this rank."""
+    """Run five steps. Returns the losses, parameters and optimizer states of this rank."""
     tokens = torch.Generator().manual_seed(built.dims.dp_rank)
     losses = []
     for _ in range(STEPS):
@@ -74,7 +74,7 @@ def train(config: Config, built: Built) -> Iterable[Tensor]:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Hash of the bytes of all ranks, equal on all ranks."""
+    """Return a hash of the tensors of all ranks; all ranks return the same hash."""
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -5,8 +5,8 @@
     reference/NAME.md      one page for each public name, rendered by mkdocstrings from the docstring
     reference/index.md     all public names, with the first line of the docstring
 
-Links between these files are rewritten to pages of the site. A link to a file that is no page (source code, LICENSE) becomes
-plain text. Code fences carry marks for tests (`python test ranks=2`, `bash gpus`), which are removed.
+Links between these files are rewritten to pages of the site. A link to a file without a page (source code, LICENSE) becomes
+plain text. Marks for tests behind the language of code fences (`python test ranks=2`, `bash gpus`) are removed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FENCE = re.compile(r"^( *```(?:python|bash)) .*$", re.MULTILINE)
 
 
 def public_names() -> dict[str, list[str]]:
-    """Dotted public names that have a page, by the module that is their section of the reference."""
+    """Return the dotted public names that have a page, by module; each module is a section of the reference."""
     found = {}
     for module in MODULES:
         names = importlib.import_module(module).__all__
@@ -71,7 +71,7 @@ def _object(dotted: str) -> object:
 
 
 def summary(dotted: str) -> str:
-    """First paragraph of the docstring of a public name, on one line."""
+    """Return the first paragraph of the docstring of a public name, on one line."""
     return " ".join((inspect.getdoc(_object(dotted)) or "").split("\n\n")[0].split()).replace("|", "\\|")
 
 
@@ -81,7 +81,7 @@ def reference_page(dotted: str) -> str:
 
 
 def reference_index() -> str:
-    """Page with tables of all public names."""
+    """Return the page with tables of all public names."""
     parts = ["# API reference\n"]
     for module, names in public_names().items():
         rows = [f"| [`{name}`]({name}.md) | {summary(name)} |" for name in names]
@@ -95,7 +95,7 @@ def results_index() -> str:
 
 
 def generated() -> Iterator[tuple[str, str]]:
-    """(path in the site, Markdown or text) of every page outside of docs/."""
+    """Yield the path in the site and the content of every file that is not in docs/."""
     yield "index.md", relink((ROOT / "README.md").read_text(), "README.md")
     for file in sorted((ROOT / "bench" / "results").glob("*")):
         if file.suffix in (".md", ".csv", ".json"):
@@ -109,7 +109,7 @@ def generated() -> Iterator[tuple[str, str]]:
 
 
 def site_path(path: str) -> str | None:
-    """Path in the site of a file of the repository; None for a file that is no page."""
+    """Return the path in the site of a file of the repository; None for a file that is not in the site."""
     if path == "README.md":
         return "index.md"
     if path == "bench/results":

@@ -1,19 +1,19 @@
-"""Count the functions of dlp that a warm linear passes, so that the code of one linear stays short enough to read.
+"""Count the functions of dlp that a warm linear enters, so that the code of one linear stays short enough to read.
 
     python -m tools.trace_linear            print the table of figures
     python -m tools.trace_linear --write    also write the table into docs/architecture.md
-    python -m tools.trace_linear --list     also print each function that the passes enter, by file
+    python -m tools.trace_linear --list     also print each entered function, by file
 
-Two gloo ranks on this machine run, with recipe fp8_current:
+Two gloo ranks on this machine run with recipe fp8_current:
 
     forward, backward      a ColumnParallelLinear with sequence parallelism (COLUMN_SP), attached to an optimizer
-    forward + backward     both passes together
+    forward + backward     the sum of both
     step boundary          `dlp.end_step` of that layer
     FSDP forward           a Linear whose weight `dlp.fully_shard` shards over the two ranks
     ops forward            `ops.Sequential(ops.RMSNorm, ops.Linear)`, column-parallel with sequence parallelism
 
-Each pass runs ten times, and the shortest trace counts, since the first passes decide what later ones only look up.
-`sys.setprofile` reports the Python functions of the whole package. A comprehension counts as a part of its function.
+Each of these runs ten times, and the trace with the fewest calls counts, since the first runs make decisions that later runs
+only look up. `sys.setprofile` reports the Python functions of package dlp. A comprehension counts as a part of its function.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ Trace = dict[CodeType, int]  # how often each function was entered
 
 
 class Figures(NamedTuple):
-    """Figures of one pass. lines: source lines of the distinct functions."""
+    """Counts of one trace.
+
+    calls               function calls
+    functions, files    distinct functions, and files that contain them
+    classes             distinct classes whose methods were called
+    lines               source lines of the distinct functions
+    """
 
     calls: int
     functions: int
@@ -54,7 +60,7 @@ class Figures(NamedTuple):
 
 
 def figures(trace: Trace) -> Figures:
-    """Figures of the functions in `trace`."""
+    """Compute the counts of a trace."""
     classes = {(code.co_filename, owner) for code in trace if (owner := class_of(code))}
     files = {code.co_filename for code in trace}
     return Figures(sum(trace.values()), len(trace), len(files), len(classes), sum(map(num_lines, trace)))
@@ -89,7 +95,7 @@ def traced(found: Trace) -> Iterator[None]:
 
 
 def trace_of(run: Callable[[], Any]) -> Trace:
-    """Functions that `run` enters."""
+    """Call `run`, and return the functions of dlp that it enters, with the number of calls."""
     found: Trace = {}
     with traced(found):
         run()
@@ -97,7 +103,7 @@ def trace_of(run: Callable[[], Any]) -> Trace:
 
 
 def traces() -> dict[str, Trace]:
-    """Trace every pass of the module's table, on each of two ranks of the default group."""
+    """Return the traces of the module docstring by name. Both ranks of the default group call this function."""
     torch.manual_seed(0)
     mesh = dlp.build_mesh(tp=WORLD, dp_shard=1, device_type="cpu")
     options: dict[str, Any] = {"recipe": "fp8_current", "dtype": torch.bfloat16}
@@ -127,7 +133,7 @@ def traces() -> dict[str, Trace]:
 
 
 def trace_step(model: nn.Module, called: nn.Module, x: Tensor) -> tuple[Trace, Trace, Trace]:
-    """Trace a forward, the backward and the step boundary. `called`: the part of `model` that reads x."""
+    """Trace a forward, the backward and the step boundary. `called`: `model`, or the layer of `model` that is called with x."""
     ys: list[Tensor] = []
     forward = trace_of(lambda: ys.append(called(x)))
     backward = trace_of(lambda: ys[0].sum().backward())
@@ -135,18 +141,18 @@ def trace_step(model: nn.Module, called: nn.Module, x: Tensor) -> tuple[Trace, T
 
 
 def measured() -> dict[str, Figures]:
-    """Figures of each pass."""
+    """Return the counts of each trace by name."""
     return {name: figures(trace) for name, trace in traces().items()}
 
 
 def table(rows: Mapping[str, Figures]) -> str:
-    """Markdown table of the figures."""
+    """Format the counts as a Markdown table."""
     lines = [f"| | {' | '.join(Figures._fields)} |", "|---" * (1 + len(Figures._fields)) + "|"]
     return "\n".join([*lines, *[f"| {name} | {' | '.join(map(str, each))} |" for name, each in rows.items()]])
 
 
 def limits() -> dict[str, Figures]:
-    """Figures in docs/architecture.md."""
+    """Read the counts from the table in docs/architecture.md."""
     rows = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].split("\n")[3:]
     cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows if row]
     return {name: Figures(*map(int, numbers)) for name, *numbers in cells}
@@ -187,7 +193,7 @@ def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.trace_linear", description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help="write the table into docs/architecture.md")
-    parser.add_argument("--list", action="store_true", help="print the functions of every pass")
+    parser.add_argument("--list", action="store_true", help="print the functions of every trace")
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:

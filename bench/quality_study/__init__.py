@@ -1,2 +1,1 @@
-"""Quality study: the cost in loss of recipes, wire formats and optimizers: `python -m bench.quality_study --help`, and
-__main__.py."""
+"""Quality study: how much recipes, wire formats and optimizers raise the loss. See __main__.py."""

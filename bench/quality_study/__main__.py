@@ -1,19 +1,19 @@
-"""The cost in loss of recipes, wire formats and optimizers: branches of bf16 trunks, compared with branches in bf16.
+"""Increase of the loss by recipes, wire formats and optimizers: runs that branch off from bf16 runs, compared with bf16.
 
     python -m bench.quality_study FOLDER [--seeds 0 1 2] [--subjects NAME ...] [--side-by-side 4] [--branch-at 800]
                                           [--results FILE] [--merge FILE ...] [--section.key value ...]
 
-    FOLDER/data, data.txt       sources of the standard library and of installed packages, byte by byte; their hash
-    FOLDER/runs/trunk-SEED      steps 1 to 800 in bf16
-    FOLDER/runs/SUBJECT-SEED    a branch: the same data, learning rates and steps, with one thing changed (subjects.py)
+    FOLDER/data, data.txt       shards of Python sources, as bytes; list and hash of the sources
+    FOLDER/runs/trunk-SEED      trunk: a run in bf16 from step 1 to 800
+    FOLDER/runs/SUBJECT-SEED    branch: continues the trunk with the same data and learning rates, but one change (subjects.py)
     FOLDER/branches.jsonl       one line per finished branch, or --results FILE; --merge adds lines of other machines
     FOLDER/report.md, report.png, branches.csv, losses.csv
 
-Final losses of two runs whose initial weights differ by one bit differ by up to 1 %, so runs from scratch cannot resolve
-smaller effects. Branches of one trunk can: everything up to the branch is equal. Every seed has two bf16 branches, which
-differ in the order of a sum. The effect of a subject is the mean over seeds of the relative difference to the mean of both;
-intervals.py defines the interval, and when the verdict is "within", "outside" or "not resolved". The same command continues
-an interrupted study.
+The final losses of two runs whose initial weights differ by one bit can differ by 1 %, so runs from scratch cannot resolve
+smaller effects. Branches of one trunk can, since they are equal up to the branch. Every seed has two bf16 branches, whose only
+difference is the order of a sum. The effect of a subject is the relative difference of its loss to the mean loss of both bf16
+branches, averaged over seeds; intervals.py defines its confidence interval and the verdicts "within", "outside" and "not
+resolved". The same command continues an interrupted study.
 """
 
 from __future__ import annotations
@@ -40,27 +40,29 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench.quality_study", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument("folder", type=Path, help="for data, runs and report; finished branches are not repeated")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="one trunk each [0 1 2]")
+    parser.add_argument("folder", type=Path, help="folder of data, runs and report; finished branches are not repeated")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds, with one trunk each [0 1 2]")
     parser.add_argument(
         "--subjects", nargs="+", default=list(BY_NAME), choices=list(BY_NAME), metavar="NAME",
-        help=f"branches of every trunk, besides those in bf16 [all: {', '.join(BY_NAME)}]",
+        help=f"branches of every trunk, in addition to the bf16 branches [all: {', '.join(BY_NAME)}]",
     )  # fmt: skip
-    parser.add_argument("--side-by-side", type=count, default=4, help="runs on one GPU at a time [4]")
+    parser.add_argument("--side-by-side", type=count, default=4, help="number of simultaneous runs on one GPU [4]")
     parser.add_argument("--branch-at", type=count, default=800, help="step at which branches begin [800]")
     parser.add_argument("--megabytes", type=float, default=100.0, help="size of the sources [100]")
     parser.add_argument("--results", type=Path, help="file of finished branches [FOLDER/branches.jsonl]")
-    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="report these files too, and train nothing")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", default=[], help="report these files as well, and train nothing"
+    )
     return parser
 
 
 def refused(subjects: Sequence[Subject], devices: int) -> Iterator[tuple[Subject, str]]:
-    """Return the subjects that this machine cannot run, with the reasons."""
+    """Yield the subjects that this machine cannot run, with the reasons."""
     for subject in subjects:
         if subject.ranks > devices:
-            yield subject, f"it needs {subject.ranks} GPUs, and this machine has {devices}"
+            yield subject, f"this subject needs {subject.ranks} GPUs, and this machine has {devices}"
         elif subject.needs and importlib.util.find_spec(subject.needs) is None:
-            yield subject, f"it needs the package {subject.needs}, which is not installed"
+            yield subject, f"this subject needs the package {subject.needs}, which is not installed"
 
 
 def write_report(study: Study, merged: Sequence[Path]) -> None:
@@ -71,7 +73,8 @@ def write_report(study: Study, merged: Sequence[Path]) -> None:
     branches = list(found.values())
     if len(settings := {each.settings for each in branches}) > 1:
         raise ValueError(
-            f"branches of different settings cannot be compared: {', '.join(sorted(settings))}; merge others"
+            f"branches of different settings cannot be compared: {', '.join(sorted(settings))}; merge only files with equal "
+            "settings"
         )
     text = report(branches)
     study.folder.mkdir(parents=True, exist_ok=True)

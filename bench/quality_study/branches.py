@@ -1,10 +1,10 @@
-"""Trunks and branches of the study: the runs of `launch.train`, several of which run at the same time.
+"""Trunks and branches of the study: simultaneous runs of `launch.train`.
 
-    trunk of a seed     bf16, steps 1 to `branch_at`, then a checkpoint
-    branch of a subject continues from that checkpoint with the subject's overrides to the last step
+    trunk of a seed      a run in bf16 from step 1 to `branch_at`, which ends with a checkpoint
+    branch of a subject  a run that continues from this checkpoint to the last step with the subject's overrides
 
-A finished branch is one line of the results file (JSON), which is written when the branch ends; its checkpoint is then removed.
-A study that was interrupted repeats only branches without a line.
+When a branch ends, one JSON line is appended to the results file, and the branch's checkpoint is removed. An interrupted study
+repeats only branches without a line.
 """
 
 from __future__ import annotations
@@ -38,8 +38,18 @@ Train = Callable[[Sequence[str], Sequence[int], Path], int]
 
 @dataclass(frozen=True)
 class Branch:
-    """A finished branch: losses of the steps after `branch_at`, and the validation loss after the last step. `early`:
-    last step before the learning rate decays. `data`, `settings`: hashes, which must be equal for compared branches."""
+    """A finished branch.
+
+    branch_at         last step of the trunk
+    steps             last step of the branch
+    early             last step before the learning rate decays
+    losses            losses of steps branch_at + 1 to `steps`
+    validation        validation loss after the last step
+    step_ms           median milliseconds of a step
+    seconds           duration of the run
+    device, torch     name of the GPU, or "CPU"; version of torch
+    data, settings    hashes of the data and of the settings; compared branches must have equal hashes
+    """
 
     seed: int
     subject: str
@@ -64,8 +74,16 @@ class Branch:
 
 @dataclass(frozen=True)
 class Study:
-    """The study in a folder. `overrides`: overrides of the config of every run. `data`: hash of the data in
-    FOLDER/data."""
+    """A study.
+
+    folder       folder of data, runs and report
+    results      file with a line for each finished branch
+    subjects     subjects, including the bf16 baselines
+    seeds        seeds, with one trunk each
+    branch_at    last step of the trunks
+    data         hash of the data in FOLDER/data; "" before the data are written
+    overrides    command-line overrides of the config of every run
+    """
 
     folder: Path
     results: Path
@@ -76,12 +94,12 @@ class Study:
     overrides: tuple[str, ...] = field(default=())
 
     def common(self, seed: int) -> list[str]:
-        """Arguments of all runs of a seed."""
+        """Return the arguments of `launch.train` that all runs of a seed have."""
         return [*self.overrides, "--train.seed", str(seed), "--data.path", str(self.folder / "data")]
 
     @cached_property
     def config(self) -> Config:
-        """The config of a branch without a subject's overrides."""
+        """Config of a branch, without a subject's overrides."""
         return load("quality", self.common(0))
 
     @cached_property
@@ -102,8 +120,8 @@ class Study:
         return self.folder / "runs" / f"{subject.name}-{seed}"
 
     def trunk(self, seed: int) -> list[str]:
-        """Arguments of `launch.train` for the trunk. The learning rate is constant after the warm-up, as in branches up
-        to this step."""
+        """Return the arguments of `launch.train` for the trunk. Its learning rate is constant after the warm-up, as in the
+        branches up to this step."""
         steps = str(self.branch_at)
         return [
             "quality", *self.common(seed), "--train.schedule", "constant", "--train.steps", steps, "--train.eval_every", steps,
@@ -111,7 +129,7 @@ class Study:
         ]  # fmt: skip
 
     def branch(self, subject: Subject, seed: int) -> list[str]:
-        """Arguments of `launch.train` for a branch."""
+        """Return the arguments of `launch.train` for a branch."""
         train = self.config.train
         return [
             "quality", *self.common(seed), *subject.overrides(train), "--checkpoint.resume", str(self.trunk_checkpoint(seed)),
@@ -120,16 +138,16 @@ class Study:
         ]  # fmt: skip
 
     def check(self) -> None:
-        """Raise ConfigError where the trunk would have other learning rates than branches, or a subject does not fit
-        the config."""
+        """Raise ConfigError if the trunk would have other learning rates than the branches, or if the config of a subject is
+        invalid."""
         trunk, branch = load("quality", self.trunk(0)[1:]).train, self.config.train
         if not self.branch_at < branch.steps:
             raise ConfigError(f"--branch-at {self.branch_at}: expected fewer than the {branch.steps} steps of a branch")
         for step in range(self.branch_at):
             if learning_rate(step, trunk) != learning_rate(step, branch):
                 raise ConfigError(
-                    f"--branch-at {self.branch_at}: the learning rate decays from step {step + 1} on, and branches share the "
-                    f'steps before; expected a step before the decay, and train.schedule = "wsd" or "constant", got '
+                    f"--branch-at {self.branch_at}: the learning rate decays from step {step + 1} on, and branches must begin "
+                    f'before the decay; expected a smaller --branch-at, and train.schedule = "wsd" or "constant", got '
                     f"{branch.schedule!r}"
                 )
         for subject in self.subjects:
@@ -137,13 +155,13 @@ class Study:
 
 
 def early_step(config: Config) -> int:
-    """Number of steps before the learning rate decays."""
+    """Return the last step with the full learning rate, counted from 1."""
     rates = [learning_rate(step, config.train) for step in range(config.train.steps)]
     return max(number for number, rate in enumerate(rates, 1) if rate == max(rates))
 
 
 def read_results(path: Path) -> list[Branch]:
-    """The finished branches of a results file; a last line without an end is left out."""
+    """Read the finished branches of a results file; an incomplete last line is ignored."""
     if not path.is_file():
         return []
     *lines, _ = path.read_text().split("\n")
@@ -151,7 +169,7 @@ def read_results(path: Path) -> list[Branch]:
 
 
 def result(study: Study, subject: Subject, seed: int, seconds: float) -> Branch | None:
-    """Return the result from the files of a branch's run; None if the run was not validated after the last step."""
+    """Read the result of a branch from the files of its run; None if steps or the last validation are missing."""
     folder, config = study.branch_folder(subject, seed), study.config
     records = read_metrics(folder / "metrics.jsonl") if (folder / "metrics.jsonl").is_file() else []
     steps = [record for record in records if "loss" in record and record["step"] > study.branch_at]
@@ -179,7 +197,7 @@ class Slots:
 
     @contextmanager
     def take(self, ranks: int) -> Iterator[list[int]]:
-        """Wait for a slot on each of `ranks` GPUs."""
+        """Wait for a free slot on each of `ranks` GPUs, yield the numbers of these GPUs, and free the slots at the end."""
         with self._changed:
             self._changed.wait_for(lambda: sum(free > 0 for free in self._free) >= ranks)
             chosen = sorted(range(len(self._free)), key=lambda device: -self._free[device])[:ranks]
@@ -195,7 +213,7 @@ class Slots:
 
 
 def train_in_a_process(arguments: Sequence[str], devices: Sequence[int], log: Path) -> int:
-    """Run `launch.train`, under torchrun on several GPUs; the output goes to `log`."""
+    """Run `launch.train` with one rank on each of `devices`, and return the exit code; the output goes to `log`."""
     several = ["launch.local", "--ranks", str(len(devices))] if len(devices) > 1 else ["launch.train"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +223,10 @@ def train_in_a_process(arguments: Sequence[str], devices: Sequence[int], log: Pa
 
 
 def run_study(study: Study, slots: Slots, at_once: int, train: Train = train_in_a_process) -> list[str]:
-    """Train all missing trunks and branches, trunks first, then seed by seed. Returns the failures as sentences."""
+    """Train all missing trunks, and the missing branches of each trunk as soon as the trunk has ended. Returns messages about
+    failures.
+
+    `at_once`: number of simultaneous runs. `train`: function that runs `launch.train`."""
     done = {(each.seed, each.subject) for each in read_results(study.results) if each.settings == study.settings}
     missing = {seed: [s for s in study.subjects if (seed, s.name) not in done] for seed in study.seeds}
     failed: list[str] = []
@@ -227,7 +248,7 @@ def run_study(study: Study, slots: Slots, at_once: int, train: Train = train_in_
 
 
 def _trunk(study: Study, seed: int, slots: Slots, train: Train) -> str:
-    """Train a trunk unless its checkpoint exists. Returns a sentence if the training failed, else ""."""
+    """Train a trunk unless its checkpoint exists. Returns a message if the run failed, else ""."""
     if study.trunk_checkpoint(seed) in complete(study.trunk_checkpoint(seed).parent):
         return ""
     with slots.take(1) as devices:

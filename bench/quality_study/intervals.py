@@ -1,20 +1,20 @@
-"""Statistics of the quality study: pure functions of losses.
+"""Statistics of the quality study: pure functions of losses. A block is one trunk with its branches.
 
-    d[s, b] = loss[s, b] / mean of the baselines' losses of block b - 1        subject s, block b (one trunk)
+    d[s, b] = loss[s, b] / mean of the baselines' losses in block b - 1        subject s, block b
     d[s, b] = effect of s + e[s, b],   sd(e) = sigma for all subjects of a family
 
-Every subject of a block is compared with the same baselines, so their noise is in all differences of the block. With k
-baselines and equal noise in all branches, differences of two subjects of a block are correlated by rho = 1 / (k + 1); rho is
-larger where a block as a whole suits a family less (a seed that is a bad one for 4 bits). Correlation leaves the mean of a
-subject and the pooled variance unbiased, but the pooled variance of S subjects and n blocks has fewer degrees of freedom than
-S (n - 1):
+All subjects of a block are compared with the same baselines, so the noise of the baselines is in all differences of the block.
+With k baselines and equal noise in all branches, the differences of two subjects of a block have correlation rho = 1 / (k + 1).
+rho is larger if some blocks raise the loss of a complete family, for example a seed with which 4 bits work badly. Correlation
+leaves the mean of a subject and the pooled variance unbiased, but the pooled variance of S subjects and n blocks has fewer
+degrees of freedom than S (n - 1):
 
     df = S (n - 1) / (1 + (S - 1) rho^2)          (Satterthwaite, from the variance of a sum of correlated squares)
 
-rho is the larger of 1 / (k + 1) and its estimate from the residuals, or 1 for a family whose effect may differ from block to
-block as a whole: df = n - 1, as if all its subjects were one. The interval of an effect is its mean +- t(df) sigma /
-sqrt(blocks). Two-sided 95 %: a subject whose effect is at the bar or above is said to be "within" in at most 2.5 % of studies,
-one whose effect is at the bar or below "outside" in at most 2.5 %; this holds subject by subject, not for a table as a whole.
+rho is the maximum of 1 / (k + 1) and the estimate from the residuals. For a family whose common effect may differ between
+blocks, rho = 1 and df = n - 1, as for a single subject. The two-sided 95 % interval of an effect is mean +- t(df) sigma /
+sqrt(blocks). If the true effect of a subject is at or above the bar, its verdict is "within" in at most 2.5 % of studies; if it
+is at or below the bar, its verdict is "outside" in at most 2.5 %. This holds for each subject, not for all subjects together.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
-ERROR = 0.05  # probability that an interval misses the effect
-LEAST = 3  # minimum number of blocks for a verdict: fewer blocks do not show how much blocks differ
+ERROR = 0.05  # probability that an interval does not contain the effect
+LEAST = 3  # minimum number of blocks for a verdict: the variance between fewer blocks is unknown
 Block = TypeVar("Block")
 
 
@@ -61,7 +61,7 @@ def t_cdf(t: float, df: float) -> float:
 
 @cache
 def t_quantile(probability: float, df: float) -> float:
-    """Quantile of Student's t with `df` > 0 degrees of freedom, which may be a fraction."""
+    """Quantile of Student's t with `df` degrees of freedom, a positive real number."""
     if probability < 0.5:
         return -t_quantile(1 - probability, df)
     low, high = 0.0, 1.0
@@ -75,8 +75,12 @@ def t_quantile(probability: float, df: float) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """Effect of one subject: its differences by block, their mean, and half the width of the interval; infinite for one
-    block. `df`: degrees of freedom of the pooled standard deviation `sd` of a difference."""
+    """Confidence interval of the effect of one subject, mean +- half.
+
+    differences    relative difference to the baselines in each block
+    sd             standard deviation of a difference, pooled over the family
+    df             degrees of freedom of `sd`; 0 if every subject has one block, and then the interval is infinite
+    """
 
     differences: tuple[float, ...]
     sd: float
@@ -96,9 +100,16 @@ class Interval:
         return t_quantile(1 - ERROR / 2, self.df) * self.error if self.df > 0 else math.inf
 
     def verdict(self, bar: float, resolution: float | None = None) -> str:
-        """Return "within" if the interval lies below the bar and is at most as wide as `resolution`, "outside" if the
-        interval lies above the bar, else "not resolved". With fewer than LEAST blocks the verdict is always "not
-        resolved"."""
+        """Compare the interval with the bar, the largest accepted effect.
+
+        Args:
+            bar: largest accepted effect.
+            resolution: maximum of `half` for the verdict "within"; None: no maximum.
+
+        Returns:
+            "outside" if the interval lies above the bar; "within" if it lies below the bar and is narrow enough; otherwise, or
+            with fewer than LEAST blocks, "not resolved".
+        """
         if len(self.differences) < LEAST:
             return "not resolved"
         if self.mean - self.half > bar:
@@ -111,7 +122,8 @@ Losses = Mapping[str, Mapping[Block, float]]  # subject -> block -> loss
 
 
 def differences(losses: Losses[Block], baselines: Sequence[str]) -> dict[str, dict[Block, float]]:
-    """Relative differences of every subject to the mean of all baselines, in the blocks that contain all baselines."""
+    """Return the relative differences of every subject to the mean of the baselines, by block. Blocks without all baselines are
+    left out."""
     blocks = [block for block in losses[baselines[0]] if all(block in losses[name] for name in baselines)]
     base = {block: statistics.fmean(losses[name][block] for name in baselines) for block in blocks}
     return {
@@ -122,7 +134,8 @@ def differences(losses: Losses[Block], baselines: Sequence[str]) -> dict[str, di
 
 
 def correlation(residuals: Sequence[Mapping[Block, float]]) -> float:
-    """Mean correlation of the residuals of two subjects of one block; 0 for one subject."""
+    """Estimate the correlation of the residuals of two subjects in the same block; 0 for one subject. `residuals`: for each
+    subject, the residual in each block."""
     squares, sums = 0.0, dict[Block, float]()
     for each in residuals:
         for block, residual in each.items():
@@ -135,8 +148,13 @@ def correlation(residuals: Sequence[Mapping[Block, float]]) -> float:
 def intervals(
     found: Mapping[str, Mapping[Block, float]], baselines: int, *, common: bool = False
 ) -> dict[str, Interval]:
-    """Return the intervals of the subjects of one family, from the differences to the mean of `baselines` branches.
-    `common`: the effect of the family as a whole may differ from block to block."""
+    """Compute the intervals of the subjects of one family.
+
+    Args:
+        found: result of `differences`: subject -> block -> difference.
+        baselines: number of baselines.
+        common: whether a common effect of the family may differ between blocks (rho = 1).
+    """
     found = {subject: of for subject, of in found.items() if of}
     means = {subject: statistics.fmean(of.values()) for subject, of in found.items()}
     residuals = [{block: d - means[subject] for block, d in of.items()} for subject, of in found.items()]
@@ -150,9 +168,10 @@ def intervals(
 
 
 def noise_floor(losses: Losses[Block], baselines: Sequence[str], other: Mapping[str, Interval]) -> Interval | None:
-    """Interval of the difference between the last and the first baseline. The standard deviation is that of the family,
-    scaled from differences to the mean of all baselines to differences between two branches. None if one of the two is
-    missing."""
+    """Compute the interval of the difference between the last and the first baseline; None if one of them is missing.
+
+    The standard deviation is that of `other`, the intervals of a family, scaled from a difference to the mean of all baselines
+    to a difference between two branches. If `other` is empty, it is computed from these differences."""
     first, last = losses[baselines[0]], losses[baselines[-1]]
     found = tuple(last[block] / first[block] - 1 for block in first if block in last)
     pooled = next(iter(other.values()), None)

@@ -1,4 +1,4 @@
-"""Table, CSV files and plot of the study, from the results file alone."""
+"""Table, CSV files and plot of the study, computed from finished branches."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from launch.report.plots import smooth
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LAST = 0.1  # share of all steps whose mean loss is compared: at the end, and before the decay
+LAST = 0.1  # fraction of all steps over which losses are averaged, at the end and before the decay
 NAMES = tuple(subject.name for subject in BASELINES)
 Losses = dict[str, dict[tuple[int, str], float]]
 
 
 def measures(branch: Branch) -> dict[str, float]:
-    """Mean loss at the end and before the decay, and the validation loss."""
+    """Return the losses of a branch that are compared: "end" and "early", the mean losses at the end and before the learning
+    rate decays, and "validation"."""
     count, early = max(1, round(LAST * branch.steps)), branch.early - branch.branch_at
     before = branch.losses[max(0, early - count) : early]
     return {
@@ -34,7 +35,7 @@ def measures(branch: Branch) -> dict[str, float]:
 
 
 def losses_of(branches: Iterable[Branch], measure: str) -> Losses:
-    """Losses by subject and block."""
+    """Return one measure ("end", "early" or "validation") of the branches, by subject and block."""
     found: Losses = {name: {} for name in NAMES}
     for branch in branches:
         found.setdefault(branch.subject, {})[branch.block] = measures(branch)[measure]
@@ -43,7 +44,7 @@ def losses_of(branches: Iterable[Branch], measure: str) -> Losses:
 
 @dataclass(frozen=True)
 class Row:
-    """One subject of the table. `bar` and `resolution` apply to `effect`, the difference of one measure."""
+    """Effect of one subject on one measure, with the bar and the resolution (`Interval.verdict`) that apply."""
 
     subject: str
     measure: str
@@ -57,7 +58,7 @@ class Row:
 
 
 def rows(branches: Sequence[Branch]) -> Iterator[Row]:
-    """Rows of every measure, subject by subject; the second baseline against the first comes first."""
+    """Yield a row for each measure and subject; for each measure, the second baseline, compared with the first, comes first."""
     present = {branch.subject for branch in branches}
     names = tuple(name for name in NAMES if name in present)
     if not names or names[0] != NAMES[0]:
@@ -75,7 +76,7 @@ def rows(branches: Sequence[Branch]) -> Iterator[Row]:
 
 
 def report(branches: Sequence[Branch]) -> str:
-    """The table as Markdown."""
+    """Format the table of all subjects in Markdown."""
     by_measure: dict[str, dict[str, Row]] = {}
     for row in rows(branches):
         by_measure.setdefault(row.measure, {})[row.subject] = row
@@ -117,7 +118,7 @@ def _pooled(branches: Sequence[Branch], family: Family) -> Interval | None:
 
 
 def branches_csv(branches: Sequence[Branch]) -> str:
-    """One line per branch."""
+    """Format a CSV table with one line per branch."""
     out = io.StringIO()
     columns = "subject,seed,end,early,validation,step_ms,seconds,branch_at,steps,device,torch,date,data,settings".split(
         ","
@@ -132,7 +133,7 @@ def branches_csv(branches: Sequence[Branch]) -> str:
 
 
 def losses_csv(branches: Sequence[Branch]) -> str:
-    """Losses of all branches, a column each, step by step."""
+    """Format a CSV table of losses, with a column for each branch and a line for each step."""
     ordered = sorted(branches, key=_order)
     lines = [",".join(["step", *(f"{branch.subject}-{branch.seed}" for branch in ordered)])]
     first = ordered[0].branch_at + 1 if ordered else 1
@@ -148,7 +149,7 @@ def _order(branch: Branch) -> tuple[int, int]:
 
 
 def curves(branches: Sequence[Branch]) -> Mapping[str, list[float]]:
-    """Mean over blocks of the smoothed relative difference to the mean of the baselines, step by step."""
+    """Return for each subject the smoothed relative difference to the mean of the baselines, averaged over blocks, by step."""
     smoothed = {(branch.subject, branch.block): smooth(branch.losses) for branch in branches}
     found: dict[str, list[float]] = {}
     for name in dict.fromkeys(branch.subject for branch in sorted(branches, key=_order)):
@@ -165,7 +166,7 @@ def curves(branches: Sequence[Branch]) -> Mapping[str, list[float]]:
 
 
 def draw(branches: Sequence[Branch]) -> Figure:
-    """Differences step by step, and the intervals at the end beside their bars; a row for each family with subjects."""
+    """Plot, in a row for each family, the differences by step, and the intervals at the end with the bar of the family."""
     from matplotlib.figure import Figure
 
     found, drawn = list(rows(branches)), curves(branches)

@@ -1,4 +1,4 @@
-"""Training text of the study: Python sources of the standard library and of installed packages, byte by byte."""
+"""Training text of the study: Python sources of the standard library and of installed packages; each byte is a token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from launch.data.sources import stdlib_files
 
 
 def sources(megabytes: float) -> dict[str, Path]:
-    """Return Python sources by name, up to this size: sources of the standard library, then sources of installed
-    packages in the order of the hashes of their names, so that the included part is a fair sample."""
+    """Return a sample of Python sources of the standard library and of installed packages, by name. Files are taken in the
+    order of the hashes of their names until their size reaches `megabytes`."""
     files = stdlib_files()
     for distribution in importlib.metadata.distributions():
         for top in (distribution.read_text("top_level.txt") or "").split():
@@ -30,7 +30,8 @@ def sources(megabytes: float) -> dict[str, Path]:
 
 
 def make_data(folder: Path, megabytes: float) -> str:
-    """Write the shards into FOLDER/data unless they exist, and FOLDER/data.txt, which names the sources. Returns their hash."""
+    """Write the shards to FOLDER/data and a description of the sources to FOLDER/data.txt, unless FOLDER/data exists. Returns
+    the hash of the sources."""
     if not (folder / "data").exists():
         files = sources(megabytes)
         digest = hashlib.sha256()

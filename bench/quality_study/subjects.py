@@ -1,10 +1,9 @@
-"""Subjects of the quality study: what each branch changes in the bf16 config, and the bars that a subject must hold.
+"""Subjects of the quality study: the change of each branch to the bf16 config, and the bars, the largest accepted increases of
+the loss.
 
-A subject's `arguments` are overrides of `launch/configs/quality.toml`, in which half of the global batch of a study replaces
-the word `HALF`.
-
-The six blocks stand for the 62 blocks of the published nvfp4 run (arXiv 2509.25149), of which the first 2 and the last 8 stay
-in bf16: in proportion 0.2 and 0.8 of six blocks. `nvfp4` therefore keeps the last block in bf16, `nvfp4-first-last` both ends.
+The published nvfp4 run (arXiv 2509.25149) has 62 blocks, of which the first 2 and the last 8 stay in bf16. Scaled to the six
+blocks of `launch/configs/quality.toml`, these are 0.2 and 0.8 blocks. Therefore `nvfp4` has the last block in bf16, and
+`nvfp4-first-last` the first and the last.
 """
 
 from __future__ import annotations
@@ -13,14 +12,18 @@ from dataclasses import dataclass
 
 from launch.config.sections import Train
 
-TAIL = 0.82  # share of the steps after which a recipe change is tried: 18 % remain, as published
+TAIL = 0.82  # fraction of the steps before the recipe change of a "-tail" subject: 18 % remain, as published
 
 
 @dataclass(frozen=True)
 class Family:
-    """Subjects that share bars and a pooled standard deviation. `early`, `end`: largest relative loss above bf16 before the
-    learning rate decays and at the end. `resolution`: largest half-width of the interval of a subject that is "within".
-    `common`: the effect of the family as a whole may differ from seed to seed."""
+    """Subjects that share bars and a pooled standard deviation.
+
+    early         bar before the learning rate decays: largest accepted increase of the loss relative to bf16
+    end           bar at the end
+    resolution    largest half-width of the interval for the verdict "within"; None: any
+    common        whether a common effect of the family may differ between seeds
+    """
 
     name: str
     early: float
@@ -35,7 +38,12 @@ FOUR = Family("4 bits", early=0.0100, end=0.0080, common=True)
 
 @dataclass(frozen=True)
 class Subject:
-    """One kind of branch. `ranks`: GPUs of one branch. `needs`: a package that the branch imports."""
+    """One kind of branch.
+
+    arguments    overrides of `launch/configs/quality.toml`; the word HALF stands for half of the global batch
+    ranks        number of GPUs
+    needs        package that the branch imports; "": none
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -44,7 +52,7 @@ class Subject:
     needs: str = ""
 
     def overrides(self, train: Train) -> list[str]:
-        """The arguments for a study with these settings."""
+        """Return `arguments` with HALF replaced by half of the global batch of `train`."""
         return [argument.replace("HALF", str(train.global_batch // 2)) for argument in self.arguments]
 
 
@@ -54,7 +62,7 @@ def _recipe(name: str, **options: str) -> tuple[str, str]:
 
 
 def _in_bf16(*patterns: str) -> tuple[str, str]:
-    """Patterns of layers, and the head, in bf16."""
+    """Return the override that runs the layers that match these patterns, and the head, in bf16."""
     return "--groups.edges.match", "[" + ", ".join(f'"{pattern}"' for pattern in (*patterns, "lm_head")) + "]"
 
 
@@ -66,7 +74,7 @@ def _tail(recipe: str) -> tuple[str, str]:
     return "--groups.default.swap", f"[{{ at_step = {TAIL}, recipe = {recipe} }}]"
 
 
-# A second branch in bf16 differs from the first in the order of a sum: gradients of two microbatches are added.
+# The second bf16 branch adds the gradients of two microbatches, and so differs from the first in the order of a sum.
 BASELINES = (Subject("bf16"), Subject("bf16-again", ("--train.micro_batch", "HALF")))
 RECIPES = ("fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "int8")
 FORWARD_TAIL = '{{ name = "nvfp4", high_precision = ["fprop"]{} }}'
@@ -83,7 +91,7 @@ SUBJECTS = (
     _four("nvfp4-no-signs", rht_signs='"none"'),
     _four("nvfp4-four-over-six", four_over_six="true"),
     _four("nvfp4-four-over-six-forward-tail", *_tail(FORWARD_TAIL.format(", four_over_six = true")), four_over_six="true"),
-    # The check of the protocol: four bits in five of six blocks, judged by the bars of eight bits, must be "outside"
+    # Negative control of the study: nvfp4 in five of six blocks must be "outside" of the bars of 8 bits
     Subject("planted-nvfp4", (*_recipe("nvfp4"), *_in_bf16("layers.-1.**"))),
     *(Subject(name, ("--train.optimizer", name), needs="torchao") for name in ("adamw8bit", "adamw4bit", "adamwfp8")),
     Subject("wire-bf16", (*_recipe("bf16", wire='{ fprop = "bf16", dgrad = "bf16" }'), "--mesh.tp", "2"), ranks=2),

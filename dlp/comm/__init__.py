@@ -1,1 +1,1 @@
-"""Communication: groups, collectives, amax agreement. This package knows no format names and no GEMMs."""
+"""Communication: groups, collectives, amax agreements. This package does not use formats or GEMMs."""

@@ -1,15 +1,14 @@
-"""Collectives over tuples of parts. Each collective is one transfer and returns a Pending.
+"""Collectives of several tensors ("parts") at once. Each collective returns a `Pending`.
 
-    all_gather       part i of every rank [m, ...]       -> [R*m, ...]   along a dimension chosen per part, or not
-                     gathered
-    all_to_all       chunk j of part i [R, ...] to rank j -> [R, ...]     chunk j from rank j
-    reduce_scatter   x [R*m, ...]                        -> [m, ...]     this rank's rows, summed over ranks
-    all_reduce       x [...]                             -> [...]        the sum over ranks
+    all_gather       part i of every rank [m, ...]   -> [R*m, ...]   along dimension dims[i]; None: not gathered
+    all_to_all       part i [R, ...]                 -> [R, ...]     chunk j goes to rank j; received chunk j is from rank j
+    reduce_scatter   x [R*m, ...]                    -> [m, ...]     this rank's rows, summed over ranks
+    all_reduce       x [...]                         -> [...]        the sum over ranks
 
-Sums do not depend on the order of arrival: the contributions to one rank's rows are exchanged (all-to-all), summed there in
-fp32 in rank order and rounded once. NCCL's and gloo's own reductions round the running sum of a bf16 tensor at every hop, in an
-another order. A `ReduceCodec` defines how contributions are encoded for the transfer. Everything is sent as bytes: gloo has no
-FP8 dtype, and a grouped gather of several dtypes would silently promote them to one.
+Sums do not depend on the order of arrival: each rank receives all contributions to its rows (all-to-all), sums them in fp32 in
+rank order, and rounds once. The reductions of NCCL and gloo round the running sum of a bf16 tensor at every hop, in another
+order. A `ReduceCodec` defines how contributions are encoded for the transfer. Tensors are sent as bytes: gloo has no FP8 dtype,
+and a grouped gather of several dtypes would silently promote all tensors to one dtype.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ T = TypeVar("T")
 Parts = tuple[Tensor, ...]
 FIELD = 256  # parts of a record are aligned to this number of bytes
 
-# torch 2.13 renamed these functions: there the old names warn, and older versions lack the new names
+# torch 2.13 renamed this function: there the old name warns, and older versions lack the new name
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# the options that `torch.distributed` passes to the group's method; its Python wrapper makes many other checks in every
-# call
+# Options of the methods of a process group, which are called without the wrappers in `torch.distributed`: the wrappers make
+# many checks in every call.
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = True
 
 
 class Pending(Generic[T]):
-    """Result of a transfer in flight. `wait()` orders the current stream after the transfer and returns the result; it can be
+    """Result of a transfer in flight. `wait()` makes the current stream wait for the transfer and returns the result; it can be
     called any number of times."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], T]) -> None:
@@ -84,9 +83,9 @@ class ReduceCodec(NamedTuple):
     """Encoding of the contributions to a sum over R ranks.
 
     pack    encodes chunks [R, ...], one for each rank, as parts whose first dimension is R
-    total   sums the parts of all ranks in rank order, and rounds the sum once to the given dtype; if this rank's parts are
-            stored elsewhere, they are passed together with the rank
-    kinds   maps shape and dtype of the chunks to shapes and dtypes of the parts
+    total   sums the parts of all ranks in rank order, and rounds the sum once to `dtype`; `own`: this rank and its parts, if
+            they are not among the received parts
+    kinds   returns shapes and dtypes of the encoded parts for shape and dtype of the chunks
     """
 
     pack: Callable[[Tensor], Parts]
@@ -108,10 +107,11 @@ def room(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None], group: ProcessGroup,
     device: torch.device,
 ) -> tuple[list[Tensor | None], Parts]:  # fmt: skip
-    """Allocate uninitialised storage for a gather, [R, *shape] for each part, or None for a part that is equal on all
-    ranks.
+    """Allocate uninitialised storage for a gather: [R, *shape] for each part.
 
-    Also returns this rank's segments of the storage. Parts that are written there are gathered in place."""
+    The storage of a part with dim None, which is equal on all ranks, is None. Returns the storage, and for each part a tensor
+    of this rank: the segment of the storage of this rank, or a separate tensor for dim None. Parts that are written to these
+    segments are gathered in place."""
     storage: list[Tensor | None] = []
     mine: list[Tensor] = []
     for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True):
@@ -130,9 +130,9 @@ def all_gather(
     """Gather part i of every rank of `group` along dimension dims[i]. A part whose dim is None is equal on all ranks and is not
     sent. NCCL gathers all parts in one launch.
 
-    `into`: storage allocated by `room`; parts that are this rank's segments of the storage are not copied. A part gathered
-    along dimension 0 is complete when it has arrived. A part gathered along another dimension arrives rank by rank as well, and
-    one copy rearranges it, since no kernel that dlp calls reads the contraction dimension in slabs.
+    `into`: storage allocated by `room`; parts that are this rank's segments of the storage are not copied. Parts arrive as
+    [R, *shape]. Dimension 0 needs no copy; for another dimension the result is a copy, since no kernel of dlp reads an operand
+    whose contraction is stored in pieces.
     """
     if group.size() == 1:
         return done(tuple(parts))
@@ -151,7 +151,7 @@ def all_gather(
 
 
 def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequence[int | None]) -> Parts:
-    """Return the gathered parts, in storage that `room` allocated, together with the parts that were not sent."""
+    """Return all parts of a gather: the gathered parts in `storage`, which `room` allocated, and the parts with dim None."""
     joined = []
     for whole, part, dim in zip(storage, parts, dims, strict=True):
         if whole is None or dim is None:
@@ -163,10 +163,10 @@ def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequen
 
 
 def _start_gathers(group: ProcessGroup, *tensors: Tensor) -> list[Any]:
-    """Start the all-gathers of (storage, part, storage, part, ...), all as bytes.
+    """Start one all-gather for each pair of the tensors (storage, part, storage, part, ...), which are viewed as bytes.
 
-    NCCL runs them as one group, gloo one after the other: gloo's grouped all-gather corrupts the heap when two are in flight
-    (pytorch#65231)."""
+    NCCL runs the all-gathers as one group. gloo runs them one by one, because two grouped all-gathers of gloo in flight
+    corrupt the heap (pytorch#65231)."""
     places, first = range(0, len(tensors), 2), tensors[0]
     if len(tensors) <= 2 or not (first.is_cuda and group._get_backend(first.device).supports_coalescing):
         works = []
@@ -179,12 +179,11 @@ def _start_gathers(group: ProcessGroup, *tensors: Tensor) -> list[Any]:
     return [manager]
 
 
-# Records: several parts as one block of bytes
+# Records: the bytes of several parts in one row of a tensor
 
 
 def fields(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
-    """Return the offset of each part in a record that holds the parts one after the other, and the size of the record,
-    in bytes."""
+    """Return the offset in bytes of each part in a record of these parts, and the size of the record in bytes."""
     starts, end = [], 0
     for shape, dtype in zip(shapes, dtypes, strict=True):
         starts.append(end)
@@ -193,7 +192,7 @@ def fields(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> tu
 
 
 def parts_of(records: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Parts:
-    """View bytes [R, record] as the parts [R, *shape] of the record."""
+    """View R records, a uint8 tensor [R, bytes of a record], as parts [R, *shape]."""
     starts, _ = fields(shapes, dtypes)
     return tuple(_part_of(records, *field) for field in zip(starts, shapes, dtypes, strict=True))
 
@@ -207,8 +206,8 @@ def _part_of(records: Tensor, start: int, shape: Sequence[int], dtype: torch.dty
 
 
 def put(part: Tensor, into: Tensor) -> None:
-    """Copy [rows, ...] into a tensor of the same shape and dtype whose rows may have any stride. A recording uses a
-    kernel of dlp."""
+    """Copy `part` [rows, ...] into a tensor of the same shape and dtype whose rows may have any stride. While launches are
+    recorded, a kernel of dlp makes the copy."""
     if is_recording() and part.is_contiguous() and part.nbytes:
         place_rows(part, into)
     else:
@@ -219,7 +218,7 @@ def put(part: Tensor, into: Tensor) -> None:
 
 
 def record(parts: Sequence[Tensor]) -> int:
-    """Number of bytes that an `all_to_all` of these parts [R, ...] sends to each other rank."""
+    """Return the number of bytes that an `all_to_all` of these parts [R, ...] sends to each other rank."""
     if len(parts) == 1:
         return parts[0].nbytes // parts[0].shape[0]
     return fields([part.shape[1:] for part in parts], [part.dtype for part in parts])[1]
@@ -236,11 +235,11 @@ def all_to_all(parts: Sequence[Tensor], group: ProcessGroup) -> Pending[Parts]:
 
 
 def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[list[Any], Callable[[], Parts]]:
-    """Start an `all_to_all` over several ranks. Returns the works, and a function that returns the result when they are
+    """Start an `all_to_all` over several ranks. Returns the works, and a function that returns the result after the works are
     done."""
     first = parts[0]
     chunks = first.contiguous().view(-1).view(torch.uint8) if len(parts) == 1 else _records(parts)
-    arrived = torch.empty_like(chunks)  # equal pieces, one for each rank
+    arrived = torch.empty_like(chunks)  # R chunks of equal size
     with default_precision(first.dtype) if counting() else UNCOUNTED:
         works = call(partial(_start_exchange, group), arrived, chunks)
     if len(parts) == 1:
@@ -250,7 +249,7 @@ def _exchanged(parts: Sequence[Tensor], group: ProcessGroup) -> tuple[list[Any],
 
 
 def _records(parts: Sequence[Tensor]) -> Tensor:
-    """Copy parts [R, ...] into one record per rank, bytes [R, record]."""
+    """Copy parts [R, ...] into R records, one per receiving rank: a uint8 tensor [R, bytes of a record]."""
     records = torch.empty((parts[0].shape[0], record(parts)), dtype=torch.uint8, device=parts[0].device)
     fields_of = parts_of(records, [part.shape[1:] for part in parts], [part.dtype for part in parts])
     for field, part in zip(fields_of, parts, strict=True):
@@ -279,7 +278,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS
 
 def _summed(chunks: Tensor, group: ProcessGroup, codec: ReduceCodec) -> tuple[list[Any], Callable[[], Tensor]]:
     """Start the exchange of chunks [R, ...]. Returns the works, and a function that returns this rank's chunk, summed over
-    ranks in rank order, when they are done."""
+    ranks in rank order, after the works are done."""
     works, arrived = _exchanged(codec.pack(chunks), group)
     return works, lambda: codec.total(arrived(), chunks.dtype)
 
@@ -287,7 +286,7 @@ def _summed(chunks: Tensor, group: ProcessGroup, codec: ReduceCodec) -> tuple[li
 def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Tensor]:
     """Sum x of any shape over ranks; the sum is equal on all ranks.
 
-    A reduce-scatter of the rows, encoded by `codec`, is followed by a gather."""
+    The sum is a reduce-scatter of the rows, whose contributions `codec` encodes, and an all-gather of the summed rows."""
     if group.size() == 1:
         return done(x)
     works, total = _summed(shares(x, group.size()), group, codec)
@@ -300,10 +299,10 @@ def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) ->
 
 
 def shares(part: Tensor, world: int) -> Tensor:
-    """Split a part into `world` equal shares [world, ...].
+    """Split a tensor into `world` equal shares [world, ...].
 
-    The part is split by rows, so that a codec that scales along features sees whole rows. If the number of rows is not
-    divisible, the elements are split, with zeros appended."""
+    Shares consist of complete rows, so that a codec may scale along features. If `world` does not divide the number of rows,
+    the flattened tensor is zero-padded and split."""
     rows = part.reshape(-1, part.shape[-1]) if part.dim() > 1 and part.shape[-1] else part.reshape(-1)
     if rows.dim() == 1 or len(rows) % world:
         rows = F.pad(part.reshape(-1), (0, -part.numel() % world))

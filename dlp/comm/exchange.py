@@ -1,12 +1,12 @@
-"""Exchange by NCCL or gloo: each rank of a group sends parts to every other rank, to one rank in each round.
+"""Exchange by sends and receives of NCCL or gloo: each rank sends parts to every other rank, to one rank in each round.
 
     round j (1 ... R-1)    this rank sends to rank + j and receives from rank - j
 
 Round j may start while the parts of later rounds are still being computed, and the parts of each rank can be used as soon as
-they have arrived. All ranks start the same exchanges in the same order, one after the other.
+they have arrived. All ranks must start the same rounds of the same exchanges in the same order.
 
-Rounds are calls between launches (`dlp.kernels.launches.call`), so that a pass with an exchange can be captured. Where
-ranks map each other's memory, `dlp.comm.transfers` does the same by copies.
+Each round is a call between launches (`dlp.kernels.launches.call`), so that a pass with an exchange can be captured. If ranks
+map each other's memory, `dlp.comm.transfers` is used in place of this file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dlp.kernels.launches import call
 
 
 def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
-    """(distance, rank to send to, rank to receive from) for each round."""
+    """Return (distance, rank to send to, rank to receive from) for each round; ranks of the group."""
     rank, world = group.rank(), group.size()
     return ((j, (rank + j) % world, (rank - j) % world) for j in range(1, world))
 
@@ -34,10 +34,10 @@ def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
 class DirectExchange:
     """Exchange by `batch_isend_irecv`.
 
-    outgoing    memory for the parts that this rank sends: one set of parts for all ranks, or R sets, set i for rank i.
-                The set for
-                this rank itself is a view of `arrived`
-    arrived     [R, *shape] for each part; row i came from rank i
+    sets        number of sets of outgoing parts: 1 if all ranks receive the same parts, or R, with set i for rank i
+    outgoing    memory of the sets, which the caller writes before a round. The set for this rank (with one set, the only set)
+                is a view of `arrived`
+    arrived     [R, *shape] for each part; row i is from rank i
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DirectExchange:
         self._works: dict[int, list[Any]] = {}
 
     def start_round(self, distance: int) -> None:
-        """Start round `distance`, whose outgoing parts have been written. Every rank starts all rounds, in order."""
+        """Start round `distance`. Its outgoing parts must have been written. Every rank must start all rounds, in order."""
         to, source = ((self.group.rank() + sign * distance) % self.group.size() for sign in (1, -1))
         sent = [part for part in self.outgoing[to % len(self.outgoing)] if part.numel()]
         received = [part[source] for part in self.arrived if part[source].numel()]
@@ -66,14 +66,13 @@ class DirectExchange:
             self._works[source] = works
 
     def wait(self, source: int) -> None:
-        """Order the current stream after the arrival of the parts from rank `source`. `wait` must be called for every
-        rank."""
+        """Make the current stream wait for the parts from rank `source`. Must be called for every other rank."""
         for work in self._works.pop(source, []):
             work.wait()
 
 
 def _start_round(group: ProcessGroup, to: int, source: int, *tensors: Tensor) -> list[Any]:
-    """Send the first half of the tensors to rank `to`, receive the other half from rank `source`, and return the works."""
+    """Send the first half of the tensors to rank `to`, receive the second half from rank `source`, and return the works."""
     half = len(tensors) // 2
     sends = [dist.P2POp(dist.isend, part, group=group, group_peer=to) for part in tensors[:half]]
     receives = [dist.P2POp(dist.irecv, part, group=group, group_peer=source) for part in tensors[half:]]

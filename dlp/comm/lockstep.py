@@ -1,16 +1,15 @@
-"""Lockstep: ranks that share collectives must run the same forwards and steps.
+"""Checks that ranks that share collectives run the same forwards and steps.
 
-A rank with fewer tokens, fewer microbatches or an empty batch leaves the other ranks waiting in a collective, without
-an error.
+If a rank has fewer tokens, fewer microbatches or an empty batch, the other ranks wait in a collective, without an error.
 Two checks detect this:
 
-first step    before each forward of the model and before the first optimizer step, ranks exchange a description of the next
-              action. If the descriptions differ, every rank raises RuntimeError that names the action of each rank
-later steps   a thread watches the training threads. If a training thread stays at the same place inside of a pass for PATIENCE
-              seconds, the log names this place and the layer that ran last
+first step    before each forward of the model and before the first optimizer step, ranks exchange a description of their next
+              action. If the descriptions differ, every rank raises RuntimeError, which names the action of each rank
+later steps   a watch thread reads the stacks of the training threads. If a training thread does not move for PATIENCE seconds
+              inside of a pass, the log names the function where it waits, and the layer that ran last
 
-The exchange costs one small gather per forward and a wait for the device, in the first step only. The thread costs the training
-thread nothing.
+The exchange is one small gather per forward and one wait for the device, in the first step only. The watch thread does not slow
+the training threads down.
 """
 
 from __future__ import annotations
@@ -38,19 +37,20 @@ from dlp.comm.observer import CHECKS
 from dlp.comm.watch import place_of
 
 LOG = logging.getLogger("dlp")
-MOST = 16  # forwards of the first step that are compared
-PATIENCE = 60.0  # seconds
-LOOKS = 12  # the thread looks this many times in PATIENCE seconds
-# path components of files whose code runs inside of a pass
+MOST = 16  # maximum number of forwards of the first step that are compared
+PATIENCE = 60.0  # seconds until a training thread that does not move is reported
+LOOKS = 12  # number of checks of the watch thread in PATIENCE seconds
+# Parts of file paths; a thread whose innermost frame is in such a file is inside of a pass.
 INSIDE = ("torch/distributed/", "torch/autograd/", "dlp/comm/", "dlp/parallel/")
 FORWARD, STEP = 0, 1
 
 
 class Lockstep:
-    """Compare the actions of ranks in the first step of a model.
+    """Comparison of the actions of ranks in the first step of a model.
 
-    `groups`: this rank's group on each mesh axis with more than one rank. On tp, the shapes of the inputs are compared
-    as well."""
+    groups   this rank's groups by mesh axis; groups of one rank are ignored. On tp, the shapes of the inputs are compared too
+    over     whether the comparison has ended
+    """
 
     def __init__(self, groups: Mapping[str, ProcessGroup]) -> None:
         self._groups = {axis: group for axis, group in groups.items() if group.size() > 1}
@@ -59,9 +59,15 @@ class Lockstep:
     def forward(self, inputs: Any, device: torch.device, sharded: bool) -> None:
         """Compare ranks before a forward with gradients.
 
-        `inputs`: arguments of the forward. `sharded`: FSDP shards the model, so that data-parallel ranks wait for each
-            other as well.
-        Raises RuntimeError on all ranks that would wait for each other."""
+        Args:
+            inputs: arguments of the forward.
+            device: device of the exchange.
+            sharded: whether FSDP shards the model. If not, only ranks of tp are compared, since data-parallel ranks do not
+                wait for each other in a forward.
+
+        Raises:
+            RuntimeError: on all ranks of a group whose ranks differ.
+        """
         if self._forwards == MOST:
             self.over = True
         if self.over:
@@ -73,7 +79,7 @@ class Lockstep:
         self._exchange(numbers, device, sharded)
 
     def step(self, device: torch.device, sharded: bool) -> None:
-        """Compare ranks before the first optimizer step."""
+        """Compare ranks before the first optimizer step, and end the comparison. `sharded`: as in `forward`."""
         if not self.over and self._forwards:
             self._exchange([STEP, self._forwards, 0, 0], device, sharded)
         self.over = True
@@ -104,13 +110,13 @@ def _said(numbers: list[int]) -> str:
 
 
 def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -> None:
-    """Raise ValueError on all ranks of the group if ranks plan different things, since they would exchange operands in
-    different formats.
+    """Raise ValueError on all ranks of the group if their plans differ: they would exchange operands in different formats.
 
-    mine: this rank's plan by name of the layer. who: the caller's name, for the message."""
+    mine   plan of this rank: name of a layer -> description
+    who    name of the public function that calls this check, for the message"""
     if group is None or group.size() == 1:
         return
-    # addresses differ between processes
+    # memory addresses in descriptions differ between processes
     mine = {name: re.sub(r" at 0x[0-9a-f]+", "", said) for name, said in mine.items()}
     hashed, of_all = sha256(repr(mine).encode()).hexdigest(), [""] * group.size()
     dist.all_gather_object(of_all, hashed, group)
@@ -128,11 +134,16 @@ def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -
     )
 
 
-# ---- ranks that wait in later steps
+# ---- Watch thread of later steps
 
 
 class Watched(Protocol):
-    """Attributes of a session that the thread reads."""
+    """Attributes of a session (`dlp.parallel.model.session`) that the watch thread reads.
+
+    last        specification of the layer that ran last, with its `name`; None before the first layer
+    last_pass   pass of this layer, "forward" or "backward"
+    steps       number of completed steps
+    """
 
     last: Any
     last_pass: str
@@ -141,7 +152,12 @@ class Watched(Protocol):
 
 @dataclass
 class _Stand:
-    """The place of a thread, the time since which the thread is there, and whether this was logged."""
+    """Last observed state of a training thread.
+
+    place   frame, instruction, layer, pass and step of the thread
+    since   time in seconds at which the watch thread first saw this place
+    said    whether the wait at this place was logged
+    """
 
     place: Any
     since: float
@@ -149,7 +165,8 @@ class _Stand:
 
 
 class WaitWatch:
-    """Watch the threads that train sessions, and call `say` with a line for a thread that waits for other ranks."""
+    """Watch thread for the training threads of sessions. `say`: function that logs a line about a training thread that seems to
+    wait for other ranks."""
 
     def __init__(self, say: Callable[[str], object] = LOG.warning) -> None:
         self._say = say
@@ -188,7 +205,7 @@ class WaitWatch:
 
 
 def in_a_pass(frame: Any) -> bool:
-    """Whether a thread is inside of a collective, autograd or a layer, not in the user's code."""
+    """Return whether the innermost frame of a thread belongs to a collective, autograd or a layer, not to the user's code."""
     if frame is None:
         return False
     path = frame.f_code.co_filename.replace("\\", "/")

@@ -1,23 +1,23 @@
-"""Transfers between the ranks of one host: each rank pushes its parts into memory of its peers, which all ranks map.
+"""Transfers between the GPUs of one host: each rank copies its parts into memory of its peers, which all ranks map.
 
     current stream    ─ write parts ─┐                  ┌─ read received parts ─ release
     side stream       begin ─────────└─ push ─ barrier ─┘
 
 A `Slot` is a buffer of such memory on each rank of a group. `begin` waits until the peers have read the previous contents of
-their slots; `meet` is a barrier that waits until all peers have pushed into this rank's slot. Copy engines make the copies, on
-a side stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that `dlp.runtime.capture` and
+their buffers; the barrier `meet` waits until all peers have pushed into this rank's buffer. Copy engines make the copies, on a
+side stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that `dlp.runtime.capture` and
 CUDA graphs can capture them.
 
-A pass of a layer (forward or backward) calls `start`, makes the transfers, reads the results and calls `finish`. All ranks
-of a group run passes in the same order. The slot of a transfer follows from its size, the style of the layer and the number
-of the transfer in the pass; these are equal on all ranks, whatever each rank has captured. Layers of column and of row
-style alternate in a model and use different slots, so that peers have long read a slot when it is used again.
+A pass of a layer (forward or backward) calls `start`, runs the transfers, reads the results and calls `finish`. All ranks of
+a group run passes in the same order. The slot of a transfer is determined by its size, the style of the layer and the index of
+the transfer in the pass, which are equal on all ranks, even if only some ranks have captured the pass. Layers of column and of
+row style alternate in a model and use different slots. Therefore peers have usually read a slot before it is used again.
 
-An amax agreement is one kernel that computes the maxima of a few numbers over the ranks: it writes the numbers to all peers,
-waits for the numbers of the peers, and compares.
+An amax agreement is one kernel: it writes the values of this rank to all peers, waits for the values of the peers, and computes
+the maxima.
 
-Each use of a slot has a number, which identifies the layer, the pass, the transfer and the piece. Ranks write the number
-to the headers of slots, so that during a hang the headers tell which rank waits for which transfer.
+Each use of a slot has a number, which identifies the layer, the pass, the transfer and the piece. Ranks write this number to
+the headers of slots, so that during a hang the headers tell which rank waits for which transfer.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from dlp.comm.wire_checks import Transfer
 from dlp.kernels.launches import Lane, is_recording
 
 LEAST = 1 << 16  # bytes of the smallest slot; sizes are powers of two
-LayerPass = tuple[str, str]  # the name of a layer, "forward" or "backward"
+LayerPass = tuple[str, str]  # name of a layer, and "forward" or "backward"
 NO_LAYER: LayerPass = "", ""
 
 
 class Transport:
-    """The transfers of one group through mapped memory.
+    """Transport of one group through mapped memory: allocates slots, and creates transfers in them.
 
-    make        allocates a `Slot` from (bytes, group, device, name of a use, side stream); all ranks call it together
+    make        function that allocates a `Slot`; arguments: bytes of the payload, group, device, function that names a use
+                by its number, side stream. All ranks of the group call `make` together
     transfers   number of transfers that the current pass has begun
-    checked     transfers of the current pass whose received bits are summed at its end (`dlp.comm.wire_checks`)
+    checked     checksums of transfers of the current pass, which `finish` completes (`dlp.comm.wire_checks`)
     """
 
     def __init__(
@@ -63,12 +64,11 @@ class Transport:
         self._name_of_use = partial(_name_of, self._names, self.rank)
 
     def start(self, style: str = "", layer_pass: LayerPass = NO_LAYER) -> None:
-        """Begin a pass of a layer. style: name of the layer's `ParallelStyle`; layers of the same style share
-        slots."""
+        """Begin a pass of a layer. style: name of the layer's `ParallelStyle`; only layers of the same style share slots."""
         self._style, self._pass, self._used, self.transfers, self.checked = style, layer_pass, [], 0, []
 
     def finish(self) -> None:
-        """End the current pass: release the slots. All launches that read them have been issued on the current
+        """End the current pass: release the slots. All launches that read the slots must have been issued on the current
         stream."""
         for transfer in self.checked:
             transfer.wait()
@@ -77,10 +77,10 @@ class Transport:
         self._used, self._pass, self.checked = [], NO_LAYER, []
 
     def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
-        """Return the slot of the next transfer of the current pass, or of piece `piece` > 0 of transfer `of`.
+        """Begin the next transfer of the current pass, or with `piece` > 0 a further piece of transfer `of`; return its slot.
 
-        From here on peers may write to the slot. Pieces do not count as transfers, so that later transfers use the same slots
-        as in a layer that sends its parts in one piece."""
+        After this call peers may write to the slot. A piece does not count as a transfer, so that later transfers of the pass
+        use the same slots whether a shard is sent in one piece or in several pieces."""
         self.transfers += not piece
         transfer = of or self.transfers
         slot = self._slot(slot_bytes(nbytes), self._style, transfer, piece)
@@ -89,9 +89,9 @@ class Transport:
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
-        """Number, 1 to 2**30 - 1, of a transfer of the current pass, or of its amax agreements (transfer 0).
+        """Return the number, 1 to 2**30 - 1, of a transfer of the current pass, or of its amax agreements (transfer 0).
 
-        The number is a hash of the name, so that it is equal on all ranks, whatever else each rank has run."""
+        The number is a hash of the name of the use, so that all ranks compute the same number."""
         key = self._pass, transfer, piece
         if key not in self._numbers:
             layer, pass_name = self._pass
@@ -112,9 +112,10 @@ class Transport:
     def lease(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], dims: Sequence[int | None]
     ) -> Gathering:  # fmt: skip
-        """Return memory for this rank's parts, which are written first and then gathered, each along its dim.
+        """Return a `Gathering` whose parts `mine` are allocated but not yet written. The caller writes `mine`, then sends.
 
-        A part without a dim is equal on all ranks and is not sent. Parts of dim 0 are written directly into the slot.
+        A part with dim None is equal on all ranks and is not sent. The memory of parts with dim 0 lies in the slot, so that
+        this rank's rows need no copy.
         """
         sent = [i for i, dim in enumerate(dims) if dim is not None]
         sent_shapes = [_gathered(shapes[i], dims[i], self.world) for i in sent]
@@ -132,14 +133,13 @@ class Transport:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def gathering(self, parts: Sequence[Tensor], dims: Sequence[int | None]) -> Gathering:
-        """Return a `Gathering` of parts that are written already, each along its dim. A part without a dim is equal on
-        all ranks."""
+        """Return a `Gathering` of existing parts. A part with dim None is equal on all ranks and is not sent."""
         gathering = self.lease([part.shape for part in parts], [part.dtype for part in parts], dims)
         gathering.mine = tuple(part.contiguous() for part in parts)
         return gathering
 
     def open(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> Exchange:
-        """Return an `Exchange` of parts [R, ...] of these shapes, in which chunk r comes from rank r."""
+        """Return an `Exchange` of parts of these shapes [R, ...] and dtypes."""
         starts, size = fields(shapes, dtypes)
         slot = self.begin(size)
         return Exchange(self, slot, views(slot.payload, starts, shapes, dtypes), starts)
@@ -150,19 +150,19 @@ class Transport:
         return self._used[-1].copied(whole)
 
     def kept(self, parts: Sequence[Tensor]) -> Parts:
-        """Return copies of the parts in the slot of the last transfer. The copies remain valid after the pass."""
+        """Return copies of parts in the slot of the last transfer. The copies stay valid after the pass."""
         slot = self._used[-1]
         return tuple(slot.copied(part) if part.is_contiguous() else slot.copied(part.t()).t() for part in parts)
 
     def count(self, part: Tensor, peer: int) -> None:
-        """Report to the observer of bytes that a part is sent to a peer."""
+        """Report a copy of `part` to `peer` to the observer, unless launches are recorded."""
         if peer != self.rank and not is_recording():
             observer.copies(part, self.group)
 
     def agree(self, observed: Sequence[Tensor]) -> list[Tensor]:
-        """Return the elementwise maxima over the group of nonnegative fp32 tensors of at most MAXIMA numbers each.
+        """Return the elementwise maxima over the ranks of nonnegative fp32 tensors, which have at most MAXIMA values each.
 
-        One kernel processes up to AGREED tensors and MAXIMA numbers."""
+        One kernel processes at most AGREED tensors with together at most MAXIMA values."""
         if not is_recording():
             observer.agrees(sum(value.numel() for value in observed), self.group)
         largest = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in observed]
@@ -177,11 +177,11 @@ class Transport:
         return largest
 
     def waits(self) -> list[str]:
-        """Describe each pair of ranks of this group in which one rank waits for the other now, one line per pair."""
+        """Return one line for each pair of ranks of this group in which one rank waits for the other now."""
         return [self._describe(size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits()]
 
     def own_waits(self) -> list[str]:
-        """Describe the pairs in which this rank waits."""
+        """Return the lines of `waits` for the pairs in which this rank waits."""
         every = ((size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits())
         return [self._describe(size, wait) for size, wait in every if wait.a == self.rank]
 
@@ -193,8 +193,8 @@ class Transport:
         return f"{what}, a slot of {size} bytes: rank {a} waits for rank {b}, which {awaited}{other}"
 
     def complaint(self) -> str | None:
-        """Message of a kernel, an amax agreement or a GEMM, that waited longer than PATIENCE and ended the program of its GPU:
-        it names the rank that waited and the rank that it waited for. None if there is no such kernel."""
+        """Return the message of an amax agreement that waited longer than PATIENCE and ended the program of its GPU; the
+        message names both ranks. None if there is no such agreement."""
         found = next((found for slot in self.slots if (found := slot.complaint()) is not None), None)
         if found is None:
             return None
@@ -206,20 +206,21 @@ class Transport:
 
     @property
     def memory(self) -> list[Tensor]:
-        """This rank's memory of all slots, which launches read and write. The addresses do not change."""
+        """This rank's memory of all slots, whose addresses do not change. Captured launches read and write it."""
         return [span for slot in self._slots.values() for span in slot.spans()]
 
 
 def _name_of(names: Mapping[int, str], rank: int, number: int) -> str:
-    """Name of the use of a slot with this number, if this rank has run that use."""
+    """Return the name of the use of a slot with this number, or a description if this rank has not run this use yet."""
     return names.get(number, f"a transfer that rank {rank} has not run yet ({number})")
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Size of the slot for `nbytes`: a power of two, so that layers of several sizes share slots."""
+    """Return the payload in bytes of the slot for a transfer of `nbytes`: a power of two, so that layers of different sizes
+    share slots."""
     return max(LEAST, 1 << (nbytes - 1).bit_length())
 
 
 def _gathered(shape: Sequence[int], dim: int | None, world: int) -> tuple[int, ...]:
-    """Shape of the parts of all ranks, joined along `dim`."""
+    """Return the shape of a part of this shape after a gather along `dim`."""
     return tuple(size * world if i == dim else size for i, size in enumerate(shape))

@@ -1,14 +1,14 @@
-"""The mesh: a DeviceMesh with the axes dp_replicate, dp_shard, cp and tp, and the ranks, groups and names derived from it.
+"""Mesh of ranks: a DeviceMesh with the axes dp_replicate, dp_shard, cp and tp, and sizes, groups and ranks on these axes.
 
-    mesh = build_mesh(tp=2)                      starts the groups; users pass the mesh to dlp
+    mesh = build_mesh(tp=2)                      creates the process groups; users pass the mesh to dlp
     dims = ParallelDims.from_mesh(mesh)          sizes, groups and this rank's coordinates
     dims = ParallelDims.build(8, tp=2)           sizes only; no process group is needed
 
-tp is the innermost axis, so that its ranks are neighbours (on one host they share NVLink); dp_replicate is the
-outermost. Groups carry CPU tensors over gloo and CUDA tensors over NCCL. The names of axes are defined here only.
+tp is the innermost axis, so that tp ranks are neighbours (on one host they share NVLink); dp_replicate is the outermost. Groups
+send CPU tensors by gloo and CUDA tensors by NCCL. The names of axes are defined in this file only.
 
-Ranks of cp have different tokens of the same sequences. For weights they are data-parallel: FSDP shards over dp_shard x cp, the
-flattened axis dp_shard_cp, so that one reduction sums the gradients of all tokens, and no rank keeps a second copy.
+Ranks of cp have different tokens of the same sequences. FSDP treats these ranks as data-parallel: it shards parameters over
+dp_shard x cp, the flattened axis dp_shard_cp, so that one reduction sums the gradients of all tokens.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from dlp.comm import transport as transports
 
 DP_REPLICATE, DP_SHARD, TP = AXES = ("dp_replicate", "dp_shard", "tp")
 CP = "cp"
-AXES_WITH_CP = (DP_REPLICATE, DP_SHARD, CP, TP)  # axes of a mesh whose cp is more than 1
-WORLD, DP_SHARD_CP, CP_TP = "world", "dp_shard_cp", "cp_tp"  # group names in addition to AXES
-FLATTENED = {DP_SHARD_CP: (DP_SHARD, CP), CP_TP: (CP, TP)}  # axes of a mesh with cp that are joined
-GROUPS = (*reversed(AXES_WITH_CP), CP_TP, DP_SHARD_CP, WORLD, "other")  # all names of groups for counting bytes
+AXES_WITH_CP = (DP_REPLICATE, DP_SHARD, CP, TP)  # axes of a mesh with cp > 1
+WORLD, DP_SHARD_CP, CP_TP = "world", "dp_shard_cp", "cp_tp"  # names of groups that span several axes
+FLATTENED = {DP_SHARD_CP: (DP_SHARD, CP), CP_TP: (CP, TP)}  # flattened axis -> the axes that it joins
+GROUPS = (*reversed(AXES_WITH_CP), CP_TP, DP_SHARD_CP, WORLD, "other")  # names of groups in counts of bytes
 AUTO, NCCL, MAPPED = TRANSPORTS = "auto", "nccl", "mapped"
-# "gloo" instead of "cpu:gloo": given a list of backends, torch chooses NCCL or none as the default backend, and then
-# warns on exit
+# "gloo", not "cpu:gloo": for a list of backends without NCCL, torch has no default backend, and warns on exit
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of the mesh axes. If `mesh` is given, also this rank's groups and coordinates."""
+    """Sizes of the mesh axes. With a `mesh`, also this rank's groups and coordinates."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -55,7 +54,8 @@ class ParallelDims:
     def build(
         cls, world_size: int, *, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
     ) -> ParallelDims:
-        """Compute the sizes, filling in a -1. Raises ValueError if the sizes do not multiply to `world_size`."""
+        """Return the sizes of all axes. A size of -1 becomes `world_size` divided by the other sizes. Raises ValueError if the
+        product of the sizes is not `world_size`."""
         sizes = dict(zip(AXES_WITH_CP, (dp_replicate, dp_shard, cp, tp), strict=True))
         for axis, size in sizes.items():
             if size != -1 and size < 1:
@@ -81,12 +81,12 @@ class ParallelDims:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> ParallelDims:
-        """Return the dims of these sizes by axis, 1 for an axis that is left out."""
+        """Return ParallelDims with these sizes by axis name; a missing axis has size 1."""
         return cls(**{axis: sizes.get(axis, 1) for axis in AXES_WITH_CP}, mesh=None)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> ParallelDims:
-        """Return the sizes of a mesh that `build_mesh` made. Raises ValueError for a mesh with other axes."""
+        """Return the ParallelDims of a mesh of `build_mesh`. Raises ValueError for a mesh with other axes."""
         axes = mesh.mesh_dim_names
         if axes != AXES and axes != AXES_WITH_CP:
             raise ValueError(
@@ -98,7 +98,7 @@ class ParallelDims:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes of the mesh, without cp if cp is 1."""
+        """Names of the mesh axes; without "cp" if its size is 1."""
         return AXES if self.cp == 1 else AXES_WITH_CP
 
     @property
@@ -141,7 +141,7 @@ class ParallelDims:
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """Axes that FSDP uses: (dp_replicate, shard_axis), or only `shard_axis` if dp_replicate is 1."""
+        """Mesh for `fully_shard`: the axes (dp_replicate, shard_axis), or only `shard_axis` if dp_replicate is 1."""
         if self.shard_axis == DP_SHARD:
             return self._mesh[DP_REPLICATE, DP_SHARD] if self.dp_replicate > 1 else self._mesh[DP_SHARD]
         shards = self._flattened(self.shard_axis)
@@ -149,7 +149,8 @@ class ParallelDims:
 
     @property
     def parameter_groups(self) -> dict[str, ProcessGroup]:
-        """This rank's groups on the axes over which parameters are sharded or replicated, which together span the mesh."""
+        """This rank's groups on dp_replicate, `shard_axis` and tp, by axis name: the axes over which parameters are replicated
+        or sharded, which together span the mesh."""
         return {axis: self.group(axis) for axis in (DP_REPLICATE, self.shard_axis, TP)}
 
     @property
@@ -162,38 +163,41 @@ class ParallelDims:
         return self.mesh
 
     def size(self, group: str) -> int:
-        """Number of ranks on an axis, on a flattened axis, or of the world."""
+        """Return the number of ranks on an axis, on a flattened axis, or in the world (WORLD)."""
         return prod(getattr(self, axis) for axis in self._axes_of(group))
 
     def group(self, axis: str) -> ProcessGroup:
-        """This rank's group on an axis, or on a flattened axis."""
+        """Return this rank's group on an axis, or on a flattened axis."""
         return self._flattened(axis).get_group() if axis in FLATTENED else self._mesh.get_group(axis)
 
     def _flattened(self, name: str) -> DeviceMesh:
-        """Mesh of one of FLATTENED. The first call creates the groups, so all ranks make the first call together."""
+        """Return the 1-D mesh of a flattened axis, one of FLATTENED. The first call creates groups, so that all ranks must make
+        the first call together."""
         return self._mesh[FLATTENED[name]]._flatten(name)
 
     def _axes_of(self, group: str) -> tuple[str, ...]:
         return AXES_WITH_CP if group == WORLD else FLATTENED.get(group, (group,))
 
     def _wide(self, group: str) -> tuple[str, ...]:
-        """The axes of a group that have several ranks."""
+        """Return the axes of a group that have several ranks."""
         return tuple(axis for axis in self._axes_of(group) if self.size(axis) > 1)
 
     def rank(self, axis: str) -> int:
-        """Index of this rank on an axis, or on a flattened axis."""
+        """Return the index of this rank on an axis, or on a flattened axis."""
         return self._flattened(axis).get_local_rank() if axis in FLATTENED else self._mesh.get_local_rank(axis)
 
     def name_of(self, group: str) -> str:
-        """Name of the group with the ranks of `group`. If only one axis of a group has several ranks, the group has the name
-        of that axis; a flattened axis that spans the world names the world."""
+        """Return the name under which the observer counts `group` (an axis, a flattened axis or WORLD).
+
+        Different groups may have the same ranks. If only one axis of the group has several ranks, the name is this axis; if a
+        flattened axis has the same ranks, the name is the flattened axis; else the name is `group`."""
         wide = self._wide(group)
         if len(wide) < 2:
             return wide[0] if wide else group
         return next((name for name in FLATTENED if self._wide(name) == wide), group)
 
     def group_names(self) -> dict[tuple[int, ...], str]:
-        """Map the ranks of this rank's groups to names. Each group of the ranks of an axis has the name of that axis."""
+        """Return the names of this rank's groups, by the global ranks of the group (`name_of`)."""
         names = {tuple(range(dist.get_world_size())): WORLD}
         for axis in (*(FLATTENED if self.cp > 1 else ()), *self.axes):
             if self.size(axis) > 1:
@@ -201,41 +205,41 @@ class ParallelDims:
         return names
 
     def describe(self, device_type: str) -> str:
-        """Describe the mesh in one line for plans and logs: "mesh: 8 cuda ranks = dp_replicate 1 x dp_shard 4 x tp 2"."""
+        """Return one line for plans and logs: "mesh: 8 cuda ranks = dp_replicate 1 x dp_shard 4 x tp 2"."""
         return f"mesh: {self.world_size} {device_type} rank{'s' * (self.world_size > 1)} = {_product(self.sizes)}"
 
 
 def _side_by_side(*meshes: DeviceMesh) -> DeviceMesh:
-    """One mesh with the axes of several meshes of the same ranks."""
+    """Return one mesh with the axes of several submeshes of the same mesh."""
     return DeviceMesh._concatenate(list(meshes))
 
 
 def _product(sizes: dict[str, int]) -> str:
-    """The sizes as a product, without a cp of 1."""
+    """Return the sizes as text, "dp_replicate 1 x dp_shard 4 x tp 2"; without cp if its size is 1."""
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if (axis, size) != (CP, 1))
 
 
 def tp_group_of(tp: DeviceMesh | ProcessGroup) -> ProcessGroup:
-    """Return the tp group of a mesh with a tp axis, the group of a 1-D mesh, or a given group. Raises ValueError for
+    """Return the group of the axis tp of a mesh, or of a 1-D mesh; a ProcessGroup is returned unchanged. Raises ValueError for
     other meshes."""
     return tp_mesh_of(tp).get_group() if isinstance(tp, DeviceMesh) else tp
 
 
 def tp_mesh_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the tp axis of a mesh, or a 1-D mesh itself. Raises ValueError for a mesh of several axes, none of them
-    named tp."""
+    """Return the submesh of the axis tp; a 1-D mesh is returned unchanged. Raises ValueError for a mesh of several axes without
+    an axis tp."""
     if mesh.ndim == 1:
         return mesh
     if TP not in (mesh.mesh_dim_names or ()):
         raise ValueError(
             f"tp must be a mesh of one axis, or have an axis named {TP!r}; got the axes "
-            f"{', '.join(mesh.mesh_dim_names or ()) or 'none by name'}: make the mesh by dlp.build_mesh, or pass mesh[AXIS]"
+            f"{', '.join(mesh.mesh_dim_names or ()) or 'without names'}: make the mesh by dlp.build_mesh, or pass mesh[AXIS]"
         )
     return mesh[TP]
 
 
 def placement_on(axis: str, parameter: Tensor) -> Placement | None:
-    """Placement of a parameter on an axis. None if the parameter is no DTensor or its mesh has no such axis."""
+    """Return the placement of a parameter on an axis; None if the parameter is no DTensor, or its mesh has no such axis."""
     if not isinstance(parameter, DTensor):
         return None
     axes = parameter.device_mesh.mesh_dim_names or ()
@@ -243,25 +247,26 @@ def placement_on(axis: str, parameter: Tensor) -> Placement | None:
 
 
 def shard_placement(parameter: Tensor) -> Placement | None:
-    """Placement of a parameter on the axis over which FSDP shards. None for a parameter that FSDP does not manage."""
+    """Return the placement of a parameter on the axis over which FSDP shards; None if FSDP does not manage the parameter."""
     return placement_on(DP_SHARD, parameter) or placement_on(DP_SHARD_CP, parameter)
 
 
 def world_size() -> int:
-    """Number of ranks of this run, from the process group if it exists, else from torchrun's WORLD_SIZE, else 1."""
+    """Return the number of ranks of this run, from the process group if it exists, else from torchrun's WORLD_SIZE, else 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def ranks_of_host() -> int:
-    """Number of ranks of this run on this host, from torchrun's LOCAL_WORLD_SIZE, else all ranks."""
+    """Return the number of ranks on this host, from torchrun's LOCAL_WORLD_SIZE. Without this variable all ranks are assumed to
+    be on this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
 def init_process_group(device_type: str) -> None:
-    """Join the group that torchrun describes (RANK, WORLD_SIZE, ...), once. A process without torchrun makes a group of
-    one rank.
+    """Create the default process group from torchrun's variables (RANK, WORLD_SIZE, ...), unless it exists. Without torchrun
+    the group has one rank.
 
-    CUDA ranks use the device of their LOCAL_RANK. Raises ValueError if that device does not exist, or if the ranks
+    A rank on CUDA sets the current device to its LOCAL_RANK. Raises ValueError if this device does not exist, or if the ranks
     cannot connect.
     """
     if device_type == "cuda":
@@ -277,8 +282,7 @@ def init_process_group(device_type: str) -> None:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ValueError(
             f"the ranks cannot connect at {place}: {str(error).splitlines()[0]}; choose an address that all ranks "
-            f"reach and a "
-            f"port that is free, by torchrun --rdzv-endpoint or --master-port"
+            f"can reach and a free port, by torchrun --rdzv-endpoint or --master-port"
         ) from None
 
 
@@ -301,20 +305,22 @@ def build_mesh(
 
     Args:
         dp_replicate: number of replicas of the model (HSDP).
-        dp_shard: ranks that share parameters and optimizer by FSDP; -1: the remaining ranks.
-        cp: context-parallel ranks, which share sequences: attention gathers keys and values (`dlp.Context`). FSDP shards
-            parameters over dp_shard x cp ranks.
-        tp: tensor-parallel ranks.
+        dp_shard: number of ranks over which FSDP shards parameters and optimizer states; -1: the remaining ranks.
+        cp: number of context-parallel ranks, which have different tokens of the same sequences; attention gathers keys and
+            values (`dlp.Context`). With cp > 1, FSDP shards over dp_shard x cp ranks.
+        tp: number of tensor-parallel ranks.
         device_type: "cpu" or "cuda"; None: cuda if available.
-        transport: carrier of transfers over tp. "mapped": memory that the GPUs of one host map from each other; "nccl";
-            "auto": mapped memory where all tp ranks can map each other's memory, else NCCL (gloo on CPUs).
+        transport: transport of transfers over tp. "mapped": memory that the GPUs of one host map from each other; "nccl": NCCL
+            (gloo on CPUs); "auto": "mapped" if all tp ranks can map each other's memory, else "nccl".
+
+    One size may be -1: this axis gets the remaining ranks.
 
     Returns:
-        The mesh. One size may be -1. The axis cp exists only if its size is more than 1.
+        The mesh. The axis cp exists only if its size is more than 1.
 
     Raises:
-        ValueError: before a group is started, when the sizes do not multiply to the world size or the transport is
-            unknown; on all ranks, for transport="mapped" if tp ranks cannot map each other's memory.
+        ValueError: if the product of the sizes is not the world size, or for an unknown transport, before a process group is
+            created; on all ranks, for transport="mapped" if the tp ranks cannot map each other's memory.
 
     Examples:
         >>> mesh = dlp.build_mesh(tp=1)
@@ -333,11 +339,11 @@ def build_mesh(
 
 
 def shutdown() -> None:
-    """Leave the process group at the end of a successful run. After an error the group may hang.
+    """Destroy the process group at the end of a successful run. After an error do not call this function: it may hang.
 
-    NCCL waits until no CUDA graph contains a collective of the group, so graphs must not be referenced any more.
+    NCCL waits until no CUDA graph contains a collective of the group: drop all references to such graphs before.
     """
-    gc.collect()  # graphs in reference cycles
+    gc.collect()  # frees CUDA graphs in reference cycles
     transports.destroy()
     if dist.is_initialized():
         dist.destroy_process_group()

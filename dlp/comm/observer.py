@@ -1,21 +1,24 @@
-"""The observer: a torch dispatch mode that counts the bytes a process group sends, at the collective that sends them.
+"""The observer: a torch dispatch mode that counts the bytes that each collective sends.
 
     with Observer(dims.group_names()) as seen:         every collective passes through the dispatch mode
     seen.sent                                          Counter of bytes by Key
 
-The observer knows no plan. It reads the arguments of the collectives that torch executes, so that it also counts the
-collectives of FSDP, DTensor, user code and opaque ops. Code that moves bytes by other means (copies into memory of a peer)
-calls `copies`.
+The observer reads the arguments of the collectives that torch executes, so that it also counts the collectives of FSDP,
+DTensor, user code and opaque ops; it does not read the plan. Code that sends bytes without a collective (copies into memory
+of a peer) calls `copies`.
 
-The count is the bytes that this rank sends to other ranks, for R ranks and n elements of s bytes, as the least traffic of each
-kind:
+The count is the number of bytes that this rank sends to other ranks, as the least traffic that the collective needs. For R
+ranks and an input of n elements of s bytes:
 
     all_gather       (R-1) n s                the shard goes to every other rank
-    reduce_scatter   n s - n s / R            n: elements of the whole tensor; one part goes to each other rank
-    all_to_all       n s - own part
+    reduce_scatter   n s - n s / R            all but this rank's part of the input
+    all_to_all       n s - n s / R            the same; with unequal splits, n s minus the part for this rank
     all_reduce       2 (R-1) ceil(n/R) s      a reduce-scatter and an all-gather of equal parts
-    broadcast        (R-1) n s on the root, 0 elsewhere; scatter, gather and reduce are counted in the same way
-    send, copy       n s; recv and barriers 0
+    broadcast        (R-1) n s on the root, 0 on other ranks
+    scatter          on the root, the parts for other ranks
+    gather, reduce   n s on ranks other than the root
+    send, copy       n s
+    recv, barrier    0
 
 Callers use `label` to name the layer, purpose and precision of a transfer.
 """
@@ -39,15 +42,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CHECKS = (
-    # layer name of the transfers that compare replicas and the actions of ranks; no plan predicts these bytes
+    # layer name of the transfers that compare replicas, or the next actions of ranks; plans do not include these bytes
     "replicas"
 )
 PURPOSES = ("fprop", "dgrad", "wgrad", "weights", "grads", "amax", "other")
 
 
 class Label(NamedTuple):
-    """Layer, purpose and precision of a transfer. `purpose`: one of PURPOSES, or "". `precision`: "" for the
-    dtype that is sent."""
+    """Label of a transfer.
+
+    layer       name of the layer; "": no layer
+    purpose     one of PURPOSES; "": the purpose that the observer assumes for the group and kind (`Observer.unlabelled`)
+    precision   precision that is counted; "": the dtype of the tensors that are sent
+    """
 
     layer: str = ""
     purpose: str = ""
@@ -55,7 +62,14 @@ class Label(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Key by which bytes are counted. `group`: one of `dlp.comm.mesh.GROUPS`."""
+    """Key of a count of bytes.
+
+    group       name of the process group, one of `dlp.comm.mesh.GROUPS`
+    kind        collective: "all_gather", "reduce_scatter", ..., "send" or "copy"
+    precision   precision or dtype of the elements; "" in counts of launches
+    layer       name of the layer; "": no layer
+    purpose     one of PURPOSES
+    """
 
     group: str
     kind: str
@@ -69,23 +83,23 @@ _LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
 
 
 class _Uncounted:
-    """A `nullcontext` whose two methods are C functions: every transfer enters this context when no observer counts."""
+    """A `nullcontext` that runs no Python code. Every transfer enters this context while no observer is active."""
 
-    __enter__ = __exit__ = "".format  # returns a false value for any arguments
+    __enter__ = __exit__ = "".format  # a C function that accepts any arguments and returns "", which is false
 
 
 UNCOUNTED: Any = _Uncounted()
 
 
-# Number of active dispatch modes, among which an observer may be. Transfers of layers enter
-# `label(...) if counting() else UNCOUNTED`, which calls no Python function when no observer counts.
+# Return the number of active dispatch modes, one of which may be an observer. Transfers of layers enter
+# `label(...) if counting() else UNCOUNTED`, which runs no Python code if there is no dispatch mode.
 counting = torch._C._len_torch_dispatch_stack
 
 
 def label(**fields: str) -> AbstractContextManager[None]:
-    """Label the transfers of a context with layer, purpose or precision. Fields that are not passed keep their value.
+    """Return a context manager that labels transfers with the given fields of `Label`. Other fields keep their values.
 
-    The label costs almost nothing when no observer counts."""
+    Without an active dispatch mode the context manager does nothing."""
     return _labelled(fields) if counting() else UNCOUNTED
 
 
@@ -99,7 +113,8 @@ def _labelled(fields: dict[str, str]) -> Iterator[None]:
 
 
 def default_precision(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Count transfers of bytes in a context as this dtype, unless their label has a precision."""
+    """Return a context manager in which transfers count with precision `dtype`, unless their label has a precision. It is
+    meant for tensors that are sent as bytes."""
     return label(precision=_LABEL.get().precision or dtype_name(dtype))
 
 
@@ -108,23 +123,28 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def gathered(nbytes: int, ranks: int) -> int:
-    """Bytes that a rank sends when `nbytes` of this rank are gathered by all ranks."""
+    """Return the bytes that a rank sends in an all-gather of shards of `nbytes`."""
     return (ranks - 1) * nbytes
 
 
 def scattered(nbytes: int, ranks: int) -> int:
-    """Bytes that a rank sends when `nbytes` are distributed in equal parts to all ranks."""
+    """Return the bytes that a rank sends in a reduce-scatter or all-to-all of an input of `nbytes`, in equal parts."""
     return nbytes - nbytes // ranks
 
 
 def reduced(numel: int, itemsize: int, ranks: int) -> int:
-    """Bytes that a rank sends in an all-reduce: one part to each other rank, and the sum of this rank's part to each
-    other rank."""
+    """Return the bytes that a rank sends in an all-reduce of `numel` elements: one part to each other rank, and the sum of its
+    own part to each other rank."""
     return 2 * (ranks - 1) * -(-numel // ranks) * itemsize
 
 
 class _At(NamedTuple):
-    """One call of a collective: size of the group, index of this rank in the group, and arguments by name."""
+    """One call of a collective.
+
+    ranks       number of ranks of the group
+    rank        index of this rank in the group
+    arguments   arguments of the call, by name
+    """
 
     ranks: int
     rank: int
@@ -134,7 +154,7 @@ class _At(NamedTuple):
         return bool(self.arguments.get("root_rank", self.arguments.get("src")) == self.rank)
 
     def own_part(self, whole: Tensor) -> int:
-        """Bytes of the input of an all-to-all that stay on this rank."""
+        """Return the bytes of the input `whole` of an all-to-all that stay on this rank."""
         splits = self.arguments.get("input_split_sizes")
         if not splits:
             return whole.nbytes // self.ranks
@@ -153,8 +173,8 @@ _RULES: dict[str, Rule] = {
     "send": lambda t, at: t.nbytes,
     "copy": lambda t, at: t.nbytes,
 }
-# op -> (kind, the argument that is sent); for a kind with [], the argument is a list with a list of parts, one for each
-# rank
+# op -> (kind, name of the argument that is sent). For a kind with the suffix [], the argument is a list of lists; each inner
+# list has one part for each rank.
 _OPS = {
     "c10d::allreduce_": ("all_reduce", "tensors"),
     "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
@@ -210,18 +230,20 @@ def copies(source: Tensor, group: ProcessGroup) -> None:
 
 
 def agrees(numbers: int, group: ProcessGroup) -> None:
-    """Count an amax agreement of this many fp32 numbers over `group` by a kernel, with the bytes of an all-reduce."""
+    """Count an amax agreement by a kernel over `group`, as an all-reduce of `numbers` fp32 values."""
     if counting():
         torch.ops.dlp.agrees(torch.empty(numbers, device="meta"), group.group_name)
 
 
 class Observer(TorchDispatchMode):
-    """Context that counts `sent` bytes and `launches` of collectives, by Key.
+    """Context manager that counts collectives.
 
-    names        maps ranks of a group to a name, see `ParallelDims.group_names`
-    unlabelled   maps (group, kind) to the purpose of transfers without a label, such as the transfers of FSDP
+    names        maps the global ranks of a group to the name of the group, see `ParallelDims.group_names`
+    unlabelled   maps (group, kind) to the purpose of transfers without a purpose, such as the transfers of FSDP
+    sent         number of bytes that this rank sent, by Key
+    launches     number of calls of collectives, by Key
 
-    Compiled code runs compiled, with the bits of a pass without observer. Raises RuntimeError for a collective that the
+    Compiled code runs compiled, and gives the same bits as without an observer. Raises RuntimeError for a collective that the
     observer cannot count.
     """
 
@@ -274,16 +296,16 @@ class Observer(TorchDispatchMode):
         self.launches[Key(group, kind_name, "", said.layer, purpose)] += 1
 
     def replayed(self, captured: Observer, times: int) -> None:
-        """Count `times` replays of a CUDA graph whose capture was counted in `captured`. The dispatcher does not see
-        replays."""
+        """Count `times` replays of a CUDA graph whose capture the observer `captured` counted. Replays do not reach the
+        dispatcher."""
         for mine, its in ((self.sent, captured.sent), (self.launches, captured.launches)):
             for key, count in its.items():
                 mine[key] += count * times
 
 
 def _sent(kind: str, source: Any, at: _At) -> Iterator[tuple[torch.dtype, int]]:
-    """(dtype, bytes) of each tensor that a call sends."""
-    if kind.endswith("[]"):  # one part for each rank; in a scatter only the root has parts
+    """Yield dtype and bytes of each tensor that a call sends."""
+    if kind.endswith("[]"):  # lists of one part for each rank; in a scatter only the root has parts
         lists = source if source and isinstance(source[0], list | tuple) else [source]
         others = (part for parts in lists for i, part in enumerate(parts) if i != at.rank)
         yield from ((part.dtype, part.nbytes) for part in others)
@@ -292,7 +314,7 @@ def _sent(kind: str, source: Any, at: _At) -> Iterator[tuple[torch.dtype, int]]:
 
 
 def _members(arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
-    """Global ranks of the group on which a collective runs, and the index of this rank among them."""
+    """Return the global ranks of the group of a collective, and the index of this rank among them."""
     group = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(group, torch.ScriptObject):
         group = ProcessGroup.unbox(group)
@@ -303,14 +325,18 @@ def _members(arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 
 @cache
 def _is_opaque(func: Any) -> bool:
-    """Whether an op runs Python code below the dispatcher, as ops of dlp's and users' libraries do."""
+    """Return whether an op is implemented in Python, as custom ops of dlp and of users are. Collectives in such an op are
+    counted only if the op runs inside of the observer."""
     if func.namespace in ("aten", "prims", "prim"):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutograd")
 
 
 def totals(counts: Mapping[Any, int], *fields: str) -> dict[Any, int]:
-    """Sum counts by these fields of their keys, for example totals(seen.sent, "group", "purpose")[("tp", "fprop")]."""
+    """Return the sums of counts with equal values of these fields of `Key`.
+
+    For example, totals(seen.sent, "group", "purpose") has the key ("tp", "fprop"), and totals(seen.sent, "group") the key "tp".
+    """
     sums: Counter[Any] = Counter()
     for key, count in counts.items():
         chosen = tuple(getattr(key, field) for field in fields)
@@ -319,7 +345,7 @@ def totals(counts: Mapping[Any, int], *fields: str) -> dict[Any, int]:
 
 
 def merged(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
-    """Return the sum of several counts."""
+    """Return the sum of several counts, key by key."""
     total: Counter[Any] = Counter()
     for each in counts:
         total.update(each)

@@ -1,14 +1,14 @@
-"""The store of ranks that torchrun may have restarted.
+"""Key-value store (`dist.Store`) for the process group of ranks that torchrun may have restarted.
 
-torchrun's agents keep one store for all attempts, and torch writes the same keys in each attempt: ranks of a second attempt
+torchrun's agents use one store for all attempts, and torch writes the same keys in each attempt: ranks of a second attempt
 would read the addresses of the first attempt, and wait half an hour for an answer. Each agent counts restarts separately, so
-that no number given to the ranks identifies an attempt. The ranks therefore agree on a new name, which becomes the prefix of
-the group's keys:
+that torchrun gives the ranks no number that identifies an attempt. The ranks therefore agree on a new name S, which becomes
+the prefix of the group's keys:
 
-    rank 0     session = S, a new random name
-    rank r     reads S, and writes joined/r = S and a new random name; again whenever it reads another S
-    rank 0     once every joined/r begins with S: confirmed/S = the names of all ranks
-    rank r     S belongs to this attempt if confirmed/S contains this rank's name
+    rank 0     sets session = S, a new random name
+    rank r     reads S, and sets joined/r = "S N", where N is a random name of this process; repeats this if session changes
+    rank 0     sets confirmed/S = the names N of all ranks, as soon as every joined/r begins with S
+    rank r     uses S if confirmed/S contains its N
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-PATIENCE = 600.0  # seconds between the starts of the first and the last rank
-LOOK = 0.02  # seconds between two reads
+PATIENCE = 600.0  # seconds that a rank waits for the other ranks to start
+LOOK = 0.02  # seconds between two reads of a key
 
 
 def store_of_attempt() -> dist.Store | None:
-    """Store for the keys of this attempt's group, if torchrun's agents keep one store for all attempts. None elsewhere: torch
-    then finds the store. Raises TimeoutError that names the missing rank."""
+    """Return the store for the process group of this attempt if torchrun's agents use one store for all attempts.
+
+    Returns None in all other cases, in which torch creates the store. Raises TimeoutError if a rank does not join."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -40,7 +41,7 @@ def store_of_attempt() -> dist.Store | None:
 def agreed(store: dist.Store, rank: int, world: int, patience: float = PATIENCE) -> str:
     """Return the name of this attempt, equal on all ranks and different from the names of other attempts.
 
-    Raises TimeoutError after `patience` seconds."""
+    Raises TimeoutError if a rank has not joined after `patience` seconds."""
     mine = uuid.uuid4().hex
     if rank:
         return _until(_Told(store, rank, mine), patience, "not all ranks have joined")
@@ -56,7 +57,9 @@ def agreed(store: dist.Store, rank: int, world: int, patience: float = PATIENCE)
 
 
 class _Told:
-    """Callable for ranks other than 0: return the session that lists this rank's name, or "" if there is none yet."""
+    """Callable of a rank other than 0 that returns the name of the attempt, or "" if rank 0 has not confirmed this rank yet.
+
+    mine   the random name of this process"""
 
     def __init__(self, store: dist.Store, rank: int, mine: str) -> None:
         self.store, self.rank, self.mine, self.read = store, rank, mine, ""

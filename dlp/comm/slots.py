@@ -1,14 +1,13 @@
-"""A slot: a buffer on each rank of a group, which all other ranks of the group map and write to.
+"""A slot: one buffer on each rank of a group. All ranks of the group map all buffers of a slot, and write to them.
 
-    begin       waits until all peers have released their slots; from here on this rank may push to them
-    push        copies a part of this rank into the slot of a peer
+    begin       waits until all peers have released their buffers; then this rank may push to the peers
+    push        copies a part (a tensor of this rank) into the buffer of a peer
     meet        barrier: signals all peers that this rank has pushed its parts, and waits until all peers have pushed
     wait        makes the current stream wait for `meet`, which runs on the side stream
-    release     signals all peers that this rank has read its slot
+    release     signals all peers that this rank has read its buffer
 
-All ranks use a slot in the same order. They signal by flags in the header of the slot
-(`dlp/kernels/csrc/transport.cu`). The
-values of the flags do not depend on the step, so that each call is a launch that can be captured. Torch's symmetric memory
+All ranks use a slot in the same order. Ranks signal by flags in the headers of the buffers (`dlp/kernels/csrc/transport.cu`).
+The values of the flags do not depend on the step, so that each call is a launch that can be captured. Torch's symmetric memory
 allocates the buffers and exchanges addresses; multicast is not needed.
 """
 
@@ -27,20 +26,21 @@ from dlp.kernels.launches import Lane, await_mark, launch, new_event
 
 PATIENCE = 600.0  # seconds that a rank waits for another rank, which may be compiling or saving
 RANKS = 32  # maximum number of ranks that share a slot
-HEADER = 512  # bytes of a slot before the payload
-# approximate bytes that torch adds to each mapping; granularity in bytes of mapped memory
+HEADER = 512  # bytes of a buffer before the payload
+# PAD: bytes that torch adds to each mapping, approximately. GRANULE: mapped memory is allocated in multiples of these bytes.
 PAD, GRANULE = 16 << 10, 2 << 20
-MAXIMA, AGREED = 1 << 16, 8  # maximum numbers and maximum tensors in one amax agreement
-# The outstanding action of a rank for which another rank waits; `Wait.what` is an index into this tuple.
+MAXIMA, AGREED = 1 << 16, 8  # one amax agreement takes at most MAXIMA fp32 values in at most AGREED tensors
+# Clauses of messages: the action that the awaited rank has not done yet. `Wait.what` is an index into this tuple.
 WAITS_FOR = ("has not read the previous transfer", "has not sent its part", AGREES := "has not agreed")
-# indices of flags in a header (`dlp/kernels/csrc/transport.cu`)
+# Indices of int32 flags in a header: the first of RANKS flags, one for each rank; USES: a single number
+# (`dlp/kernels/csrc/transport.cu`).
 UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS
-Named = Callable[[int], str]  # number of a use of a slot -> name for messages
+Named = Callable[[int], str]  # maps the number of a use of a slot to a name for messages
 
 
 class Place(NamedTuple):
-    """Position of a part in a slot, in bytes: `height` rows of `width` bytes, the first row at `offset`, with a row
-    stride of `pitch`."""
+    """Position of a part in the payload of a buffer, in bytes: `height` rows of `width` bytes, the first row at `offset`,
+    with a row stride of `pitch`."""
 
     offset: int
     width: int
@@ -49,10 +49,11 @@ class Place(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Rank `a` of a group waits for rank `b`, which has not done WAITS_FOR[what] yet.
+    """Pair of ranks of a group in which rank `a` waits for rank `b`.
 
-    use     number of the use that `a` has begun; for an amax agreement, the count of agreements
-    other   number of the use that `b` has begun, if it is a different use; else 0
+    what    index of the outstanding action of `b` in WAITS_FOR
+    use     number of the use of the slot that `a` has begun; for an amax agreement, the count of agreements
+    other   number of the use that `b` has begun, if `b` has begun a different use; else 0
     """
 
     a: int
@@ -63,18 +64,20 @@ class Wait(NamedTuple):
 
 
 class Slot(Protocol):
-    """One rank's side of a slot. The docstring of this file states the order of the calls.
+    """Protocol of a slot, as one rank uses it. The docstring of this file states the order of the calls.
 
-    payload            uint8, this rank's memory of the slot, without the header
-    begin, follow,     run on the side stream. use: number of this use of the slot, 1 to 2**30 - 1, which ranks write to
-                       headers.
-    push, meet         `follow` orders the side stream after the current stream
-    keep, wait,        run on the current stream. `keep` copies a part of this rank into its own slot, `copied` copies a
-                       contiguous
-    copied, release,   part out of the slot; `agree` computes the maxima of `observed` over the ranks
-    agree
-    spans              this rank's memory whose addresses launches use
-    complaint, waits   pairs of ranks that have waited too long, and pairs that wait now
+    `begin`, `follow`, `push` and `meet` run on the side stream; the other methods up to `agree` run on the current stream.
+
+    payload     uint8, this rank's buffer without the header
+    begin       use: number of this use of the slot, 1 to 2**30 - 1, which ranks write to the headers
+    follow      makes the side stream wait for the current stream
+    push        copies a part into the buffer of rank `to`
+    keep        copies a part into this rank's buffer
+    copied      returns a copy of a contiguous part of the buffer
+    agree       writes the elementwise maxima of `observed` over the ranks to `largest`
+    spans       returns this rank's memory whose addresses launches use
+    complaint   returns the wait of a kernel that ended the program of this GPU, the expected value and the last value read
+    waits       returns the pairs of ranks in which one rank waits for the other now
     """
 
     payload: Tensor
@@ -94,7 +97,7 @@ class Slot(Protocol):
 
 
 class CudaSlot:
-    """Slot of GPUs of one host."""
+    """Slot in memory of the GPUs of one host."""
 
     def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device, named: Named, lane: Lane) -> None:
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -104,7 +107,7 @@ class CudaSlot:
         self._memory = _SymmetricMemory.empty_strided_p2p((HEADER + nbytes,), (1,), torch.uint8, device)
         self._memory[:HEADER].zero_()
         torch.cuda.synchronize(device)
-        self._handle = rendezvous(self._memory, group)  # after this barrier, the headers of all ranks are zero
+        self._handle = rendezvous(self._memory, group)  # a barrier: afterwards the headers of all ranks are zero
         self.payload = self._memory[HEADER:]
         bases = [int(base) for base in self._handle.buffer_ptrs]
         self._payloads = [base + HEADER for base in bases]
@@ -156,29 +159,32 @@ class CudaSlot:
         return [self.payload]
 
     def complaint(self) -> tuple[Wait, int, int] | None:
-        """Report of a kernel that waited longer than PATIENCE and ended the program of this GPU: the pair of ranks, the value
-        that the kernel waited for, and the last value that the kernel read. None if there is no report."""
+        """Return the report of an amax agreement that waited longer than PATIENCE and ended the program of this GPU: the pair
+        of ranks, the value that the kernel waited for, and the last value that the kernel read. None without such a report."""
         reported, rank, peer, what, wanted, seen, use, _ = self._report.tolist()
         return (Wait(rank, peer, what, use), wanted, seen) if reported else None
 
     def headers(self) -> list[list[int]]:
-        """Read the header flags of all ranks on a separate stream, since other streams may hang."""
+        """Return the header flags of all ranks, read on a separate stream, since other streams may hang."""
         with torch.cuda.stream(torch.cuda.Stream(self.payload.device)):
             words = [self._handle.get_buffer(rank, (HEADER // 4,), torch.int32) for rank in range(self._waiting[4])]
             return [each.cpu().tolist() for each in words]
 
     def waits(self) -> list[Wait]:
-        """Pairs of ranks in which one rank waits, or soon will, for the other rank's action in this slot."""
+        """Return the pairs of ranks in which one rank waits, or soon will wait, for an action of the other rank in this
+        slot."""
         return waiting(self.headers())
 
 
 def mapped_bytes(nbytes: int) -> int:
-    """GPU memory in bytes of a slot with a payload of `nbytes`."""
+    """Return the bytes of GPU memory that one rank needs for a slot with a payload of `nbytes`."""
     return -(-(HEADER + nbytes + PAD) // GRANULE) * GRANULE
 
 
 def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
-    """Return the pairs of ranks in which one rank waits for the other, from the headers of all ranks of a slot."""
+    """Return the pairs of ranks in which one rank waits for the other.
+
+    headers   for each rank, the flags in the header of its buffer of one slot"""
     found = []
     for a, b in permutations(range(len(headers)), 2):
         of_a, of_b = headers[a], headers[b]
@@ -191,11 +197,11 @@ def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
 
 
 def too_long(wait: Wait, wanted: int, seen: int, where: str, ranks: Sequence[int]) -> str:
-    """Message for a wait that took longer than PATIENCE.
+    """Return the message for a wait that took longer than PATIENCE.
 
-    wanted, seen   the expected value, and the last value that was read
+    wanted, seen   the expected value of a flag, and the last value that was read
     where          name of the use of the slot
-    ranks          global rank by rank in the group
+    ranks          global rank of each rank of the group
     """
     return (
         f"rank {ranks[wait.a]} has waited {PATIENCE:g} s for rank {ranks[wait.b]}, which {WAITS_FOR[wait.what]} ({where}, use "

@@ -1,11 +1,11 @@
-"""Collectives of one tensor for compiled code. The compiler sees each collective as one op with a fake implementation.
+"""Collectives of one tensor that also work under torch.compile.
 
     all_gather       x [m, ...]   -> [R*m, ...]
     reduce_scatter   x [R*m, ...] -> [m, ...]
     all_reduce       x [...]      -> [...]
 
-Dynamo cannot trace the calls of `dlp.comm.collectives`. Eager code calls these collectives directly. Compiled code calls
-`dlp::collective`, which calls the same functions.
+In eager code the functions of this file call `dlp.comm.collectives`, which Dynamo cannot trace. In compiled code they call the
+opaque op `dlp::collective`, which has a fake implementation and runs the same collectives.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def all_gather(x: Tensor, group: ProcessGroup, layer: str = "", purpose: str = "
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, layer: str = "", purpose: str = "") -> Tensor:
-    """Sum x over ranks, and return this rank's rows. Raises ValueError if the number of rows is not divisible by the
-    number of ranks."""
+    """Sum x over ranks, and return this rank's rows of the sum. Raises ValueError if the number of rows is not divisible by
+    the number of ranks."""
     return _run("reduce_scatter", x, group, layer, purpose)
 
 
@@ -35,8 +35,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, layer: str = "", purpose: str = "
 
 
 def _run(kind: str, x: Tensor, group: ProcessGroup, layer: str, purpose: str) -> Tensor:
-    """Run a collective. layer, purpose: label of the transfer (`dlp.comm.observer.label`); "" keeps the current
-    label."""
+    """Run the collective `kind`. layer, purpose: label of the transfer (`dlp.comm.observer.label`); "" keeps the current
+    value."""
     if group.size() == 1:
         return x
     if torch.compiler.is_dynamo_compiling():

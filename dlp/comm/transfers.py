@@ -1,8 +1,7 @@
-"""The two transfers of `dlp.comm.mapped`: a `Gathering` of parts along a dimension, and an `Exchange` of chunks
-(all-to-all).
+"""The two kinds of transfers through mapped memory (`dlp.comm.mapped`): `Gathering` (all-gather) and `Exchange` (all-to-all).
 
-A gathering sends full shards, or pieces of shards that arrive one after the other. An exchange sends each chunk as soon as the
-chunk has been computed.
+A `Gathering` sends shards in one piece, or in several pieces, which a consumer can await one by one. An `Exchange` sends each
+chunk as soon as the chunk has been computed.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ from dlp.comm.slots import Place, Slot
 from dlp.comm.wire_checks import Chunks, Transfer, WireChecks
 
 Cuts = Sequence[tuple[int, int]]  # rows [start, stop) of each piece of a shard; the last stop is the number of rows
-WHOLE: Cuts = ((0, 1),)
+WHOLE: Cuts = ((0, 1),)  # one piece
 
 
 class SlotSource(Protocol):
-    """The interface of `dlp.comm.mapped.Transport` that a transfer uses. `transfers`, `checked`: transfers that the current
-    pass has begun, and transfers among them whose bits are summed at its end."""
+    """Protocol with the members of `dlp.comm.mapped.Transport` that a transfer uses.
+
+    transfers   number of transfers that the current pass has begun
+    checked     checksums of transfers of the current pass, which are completed at the end of the pass
+    """
 
     group: ProcessGroup
     rank: int
@@ -39,12 +41,12 @@ class SlotSource(Protocol):
 
 
 class Gathering:
-    """Parts of all ranks, gathered along their dims.
+    """All-gather of parts through mapped memory.
 
-    mine     this rank's parts, to be written before `send`
+    mine     this rank's parts, which must be written before `send`
     dims     dimension along which each part is gathered; None for a part that is equal on all ranks and is not sent
-    whole    for the index of each part that is sent: the parts of all ranks, a view of the slot
-    starts   for the index of each part that is sent: the offset in the slot, in bytes
+    whole    index of a part that is sent -> the gathered part, a view of this rank's slot
+    starts   index of a part that is sent -> offset of the gathered part in the payload of the slot, in bytes
     """
 
     def __init__(
@@ -56,10 +58,10 @@ class Gathering:
         self._piece_slots, self._waited, self._kept = [slot], set[int](), False
 
     def send(self, cuts: Cuts = WHOLE) -> Gathering:
-        """Start sending `mine`. Rank r pushes to r + 1 first, then to r + 2, so that no two ranks push to the same rank
-        at the same time.
+        """Start sending `mine`. Rank r pushes to rank r + 1 first, then to r + 2, and so on, so that no two ranks push to the
+        same rank at the same time.
 
-        cuts   pieces of the parts, which all have dim 0; `others` waits for one piece at a time
+        cuts   rows of each piece; `others` can wait for the pieces one by one. Several pieces need dim 0 for all parts
         """
         transport, world = self.transport, self.transport.world
         self._piece_slots = [*(transport.begin(0, piece, self._transfer) for piece in range(1, len(cuts))), self.slot]
@@ -77,14 +79,14 @@ class Gathering:
         return self
 
     def gather(self) -> Pending[Parts]:
-        """Send `mine`. The result is the parts of all ranks, which must be read before the pass finishes."""
+        """Send `mine`, and return the pending gathered parts, which are valid until the pass ends (`Transport.finish`)."""
         self.send()._keep()
         return Pending((), self.all_parts)
 
     def others(self, piece: int = -1) -> Parts:
-        """Return the parts of all ranks. This rank's rows are valid only if they were written into the slot.
+        """Return the gathered parts. This rank's rows of a part are valid only if `mine` was written there.
 
-        The current stream waits for all parts, or only for the rows up to the end of `piece`."""
+        The current stream waits for all rows of other ranks, or with `piece` only for their pieces 0 to `piece`."""
         piece %= len(self._piece_slots)
         if not any(later >= piece for later in self._waited):
             self._piece_slots[piece].wait()
@@ -92,25 +94,25 @@ class Gathering:
         return tuple(self.whole.get(i, part) for i, part in enumerate(self.mine))
 
     def all_parts(self) -> Parts:
-        """Return the parts of all ranks, including this rank. The current stream waits for them."""
+        """Return the gathered parts, with this rank's rows. The current stream waits for the rows of other ranks."""
         self._keep()
         return self.others()
 
     def _keep(self) -> None:
-        """Copy this rank's own parts into its slot, on the current stream, unless they were written there."""
+        """Copy `mine` into this rank's slot on the current stream, except for parts that were written there."""
         for part, place in () if self._kept else self._sent():
             if part.data_ptr() != self.slot.payload.data_ptr() + place.offset:
                 self.slot.keep(part, place)
         self._kept = True
 
     def _arriving(self, mine: Sequence[Tensor]) -> Chunks:
-        """Memory of the parts of each rank that are sent; this rank's rows of the slot may not be written."""
+        """Return the gathered parts, split by rank; for this rank `mine`, because its rows of the slot may be unwritten."""
         world = self.transport.world
         cut = [self.whole[i].chunk(world, self.dims[i] or 0) for i in self.starts if self.whole[i].numel()]
         return {rank: [parts[rank] for parts in cut] for rank in range(world)} | {self.transport.rank: mine}
 
     def _sent(self) -> Iterator[tuple[Tensor, Place]]:
-        """This rank's parts that are sent, with their places in the slots of all ranks."""
+        """Yield each part of this rank that is sent, with its position in the slot of every rank."""
         world, rank = self.transport.world, self.transport.rank
         for i, start in self.starts.items():
             part, dim = self.mine[i], self.dims[i]
@@ -121,22 +123,22 @@ class Gathering:
 
 
 class Exchange:
-    """All-to-all exchange: chunk j of each part goes to rank j.
+    """All-to-all of parts through mapped memory: chunk j of each part goes to rank j.
 
-    arrived   parts [R, ...], in which chunk r came from rank r; valid from `wait` until the forward or backward of the layer
-              ends (`Transport.finish`)
+    arrived   parts [R, ...], whose chunk r is from rank r; valid from `wait` until the pass ends (`Transport.finish`)
     """
 
     def __init__(self, transport: SlotSource, slot: Slot, arrived: Parts, starts: Sequence[int]) -> None:
         self.arrived = arrived
         self._transport, self._slot, self._starts = transport, slot, starts
-        self._sent = list[tuple[int, int, Sequence[Tensor]]]()  # receiver, first row and chunks, which the copies read
+        # (receiver, first row, chunks) of each send; the list keeps the chunks alive while copies read them
+        self._sent = list[tuple[int, int, Sequence[Tensor]]]()
 
     def send(self, chunks: Sequence[Tensor], to: int, row: int = 0) -> None:
-        """Send this rank's chunk of each part to rank `to`, which may be this rank, or send the rows of the chunks from
-        `row` on.
+        """Send this rank's chunk of each part to rank `to`, which may be this rank. The copies start after the previous work of
+        the current stream, which writes the chunks.
 
-        The current stream has written the rows."""
+        row   if not 0: `chunks` are rows of the full chunks, from this row on"""
         for chunk in chunks:
             self._transport.count(chunk, to)
         if to != self._transport.rank:
@@ -155,15 +157,16 @@ class Exchange:
         self._sent.append((to, row, chunks))
 
     def sent(self) -> Pending[Parts]:
-        """Return the pending `arrived`. The caller has sent all chunks."""
+        """Return the pending `arrived`. The caller must have sent all chunks."""
         if WireChecks.active is not None:
             self._transport.checked.append(WireChecks.active.sends(self._transport.group, *self._ends()))
         self._slot.meet()
         return Pending([self], lambda: self.arrived)
 
     def _ends(self) -> tuple[Chunks, Chunks]:
-        """The chunks for each other rank, and the memory of the chunks from each other rank, which sends the same rows to this
-        rank as this rank sends to the other rank."""
+        """Return the chunks for each other rank, and the memory of the chunks from each other rank.
+
+        Two ranks send the same rows to each other, so that the received rows follow from the sent rows."""
         outgoing, arriving = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         for to, row, chunks in self._sent:
             if to != self._transport.rank:
@@ -179,7 +182,7 @@ class Exchange:
     def send_all(self, parts: Sequence[Tensor], *, own: bool = True) -> Pending[Parts]:
         """Send chunk j of each part [R, ...] to rank j. `own`: also copy this rank's chunk to `arrived`.
 
-        Observers of bytes see one record per peer, as for `collectives.all_to_all`."""
+        The observer counts one record per peer, with the bytes of `collectives.all_to_all`."""
         transport, first = self._transport, parts[0]
         whole = (
             torch.empty(record(parts) // first.itemsize, dtype=first.dtype, device="meta")
@@ -195,10 +198,10 @@ class Exchange:
 
 
 def _piece(part: Tensor, place: Place, start: int, stop: int, rows: int) -> tuple[Tensor, Place]:
-    """The rows of a part of dim 0 that belong to rows [start, stop) of `rows`, with their place in the slots of all
-    ranks.
+    """Return the piece of a part that belongs to rows [start, stop) of an operand with `rows` rows, and the position of the
+    piece in the slot of every rank.
 
-    The part may have fewer rows, for example the scales of blocks."""
+    The part may have fewer rows than the operand, for example the scales of blocks."""
     first, last = start * len(part) // rows, stop * len(part) // rows
     piece = part[first:last]
     return piece, Place(place.offset + part[:first].nbytes, piece.nbytes, 1, piece.nbytes)
@@ -207,7 +210,7 @@ def _piece(part: Tensor, place: Place, start: int, stop: int, rows: int) -> tupl
 def views(
     memory: Tensor, starts: Sequence[int], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]
 ) -> Parts:  # fmt: skip
-    """View `memory`, a tensor of bytes, as tensors of these shapes and dtypes that begin at `starts`."""
+    """Return views of `memory`, a uint8 tensor, with these shapes and dtypes, which begin at the byte offsets `starts`."""
     return tuple(
         memory[start : start + prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
         if prod(shape) else torch.empty(tuple(shape), dtype=dtype, device=memory.device)

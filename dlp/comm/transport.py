@@ -1,11 +1,10 @@
-"""Choice of the process groups that send through mapped memory (`dlp.comm.mapped`), the reasons of the other groups, and the
-agreement on amaxes.
+"""Table of the process groups that send through mapped memory (`dlp.comm.mapped`), and amax agreements of a group.
 
-`ask_for` decides once for each group. `in_pass` tells the transport of a group, if the group has one, where the pass
-of a layer begins and ends.
+`ask_for` decides once for each group whether the group gets a `Transport`; all other groups send by NCCL or gloo. `in_pass`
+tells the transport of a group where the pass of a layer begins and ends.
 
-`agree` computes the maxima over ranks of observed amaxes in one transfer, by the transport or by an all-reduce,
-between the `observe` and the `cast` of a quantizer, so that every rank of the group derives the same scale.
+`agree` computes the maxima of amaxes over the ranks of a group, by the transport or by an all-reduce. It runs between the
+`observe` and the `cast` of a quantizer, so that all ranks of the group compute the same scale.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from dlp.kernels.launches import Lane, call, is_recording
 _MAX = AllreduceOptions()
 _MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, False  # type: ignore[assignment]
 
-NO_TRANSPORT = nullcontext()  # the pass of a group without a transport
+NO_TRANSPORT = nullcontext()  # `in_pass` of a group without a transport
 
-# Both dicts have an entry for each group that `ask_for` was called with; keys are names of groups.
-# _OF_GROUP has the transport of the group. _WHY_NOT has the reason why the group has none, or "".
+# Keys are names of the groups that `ask_for` was called with. _OF_GROUP: transport of the group, or None. _WHY_NOT: reason why
+# the group has no transport, or "" if it has one. `use` sets entries of _OF_GROUP only.
 _OF_GROUP: dict[str, Transport | None] = {}
 _WHY_NOT: dict[str, str] = {}
 
 
 def transport_of(group: ProcessGroup) -> Transport | None:
-    """Transport of a group. None: all transfers of the group use NCCL or gloo."""
+    """Return the transport of a group; None if all transfers of the group use NCCL or gloo."""
     return _OF_GROUP.get(group.group_name)
 
 
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return the elementwise maxima over `group` of fp32 tensors, which have the same shapes on all ranks.
+    """Return the elementwise maxima over the ranks of `group` of fp32 tensors, which have the same shapes on all ranks.
 
-    One kernel computes the maxima where the ranks map each other's memory (`dlp.comm.mapped`), one all-reduce elsewhere. The
-    inputs are not changed. Every rank of the group must call `agree`, also a rank with an empty shard.
+    The maxima are computed by a kernel in mapped memory if the group has a transport (`dlp.comm.mapped`), else by one
+    all-reduce. The inputs are not changed. Every rank of the group must call `agree`, also a rank with an empty shard.
     """
     if group.size() == 1 or not observed:
         return list(observed)
@@ -81,14 +80,14 @@ def _start_maxima(group: ProcessGroup, maxima: Tensor) -> list[Any]:
 
 
 def ask_for(group: ProcessGroup, device_type: str, *, required: bool = False) -> None:
-    """Use mapped memory for the transfers of a group if the ranks can map each other's memory; `describe` tells the
-    result.
+    """Create a transport through mapped memory for a group if the ranks can map each other's memory.
 
-    All ranks of the group call `ask_for` before the first layer that sends over the group runs.
+    All ranks of the group must call `ask_for` before the first layer that sends over the group runs. `describe` returns the
+    decision as text.
 
     Args:
         device_type: "cpu" or "cuda".
-        required: raise ValueError, on all ranks, if the ranks cannot map each other's memory.
+        required: if the ranks cannot map each other's memory, raise ValueError on all ranks.
     """
     name = group.group_name
     if name not in _OF_GROUP:
@@ -109,7 +108,8 @@ def _on_gpus(group: ProcessGroup) -> Transport:
 
 
 def _obstacle(group: ProcessGroup, device_type: str) -> str:
-    """The reason why the ranks of a group cannot map each other's memory, the same text on all ranks. "" if they can."""
+    """Return the reason why the ranks of a group cannot map each other's memory, the same text on all ranks; "" if the ranks
+    can."""
     if device_type != "cuda":
         return "the ranks are on CPUs"
     if not 1 < group.size() <= RANKS:
@@ -123,8 +123,8 @@ def _obstacle(group: ProcessGroup, device_type: str) -> str:
         if each[2]:
             return f"rank {rank} of the group has no kernels: {each[2]}"
     devices = {each[3] for each in all_of}
-    # With fewer devices than ranks, each rank sees only its own GPU, or ranks share a GPU; in this case the mapping
-    # itself fails if peer access is missing.
+    # If device indices are not distinct, each rank sees only its own GPU, or ranks share a GPU. Peer access cannot be
+    # checked then; without peer access, mapping the memory fails.
     if len(devices) == group.size():
         for a, b in permutations(sorted(devices), 2):
             if not torch.cuda.can_device_access_peer(a, b):
@@ -133,8 +133,8 @@ def _obstacle(group: ProcessGroup, device_type: str) -> str:
 
 
 def describe(name: str, group: ProcessGroup) -> str:
-    """Describe the transport of a group and the reason in one line for the log of a run. `name`: mesh axis of the
-    group."""
+    """Return one line for the log of a run: the transport of a group, and the reason for this transport. `name`: mesh axis of
+    the group."""
     size = group.size()
     if transport_of(group) is not None:
         ranks = "both ranks" if size == 2 else f"all {size} ranks"
@@ -143,17 +143,18 @@ def describe(name: str, group: ProcessGroup) -> str:
 
 
 def carrier(group: ProcessGroup) -> str:
-    """Backend of the group's collectives: "nccl" (with gloo for CPU tensors) or "gloo"."""
+    """Return the backend of a group's collectives: "nccl" (with gloo for CPU tensors) or "gloo"."""
     return "nccl" if "nccl" in dist.get_backend_config(group) else "gloo"
 
 
 def why_not(group: ProcessGroup) -> str:
-    """The reason why a group has no transport, as a clause."""
+    """Return the reason why a group has no transport, for a message."""
     return _WHY_NOT.get(group.group_name) or "transport = 'nccl', or the mesh was not made by dlp.build_mesh"
 
 
 def _boot() -> str:
-    """ID of the current boot of the host, which distinguishes hosts with equal names; "" if the system has no such ID."""
+    """Return the ID of the current boot of the host, which distinguishes hosts with equal names; "" if the system has no such
+    ID."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -162,20 +163,20 @@ def _boot() -> str:
 
 
 def use(group: ProcessGroup, transport: Transport | None) -> None:
-    """Set the transport of a group. None: transfers of the group use NCCL or gloo."""
+    """Set the transport of a group; None: the transfers of the group use NCCL or gloo."""
     _OF_GROUP[group.group_name] = transport
 
 
 def mapped_memory() -> list[Tensor]:
-    """This rank's memory of all slots of all existing groups."""
+    """Return this rank's memory of all slots of all transports (`Transport.memory`)."""
     return [memory for transport in _OF_GROUP.values() if transport is not None for memory in transport.memory]
 
 
 def in_pass(
     group: ProcessGroup | None, style: str = "", layer_pass: LayerPass = NO_LAYER
 ) -> AbstractContextManager[None]:
-    """Context of a pass of a layer whose transfers use this group (`Transport.start`, `Transport.finish`). After an error
-    the pass stays open."""
+    """Return a context manager for a pass of a layer that sends over `group`: it calls `Transport.start` and
+    `Transport.finish`, if the group has a transport. After an exception `finish` is not called."""
     transport = None if group is None else _OF_GROUP.get(group.group_name)
     return NO_TRANSPORT if transport is None else _started(transport, style, layer_pass)
 
@@ -188,27 +189,27 @@ def _started(transport: Transport, style: str, layer_pass: LayerPass) -> Iterato
 
 
 def complaint() -> str | None:
-    """Return `Transport.complaint` of the first group that has a report, or None."""
+    """Return the message of the first transport with a kernel that waited too long (`Transport.complaint`); None if there is
+    no such kernel."""
     every = (transport for transport in _OF_GROUP.values() if transport is not None)
     return next((message for transport in every if (message := transport.complaint()) is not None), None)
 
 
 def waits() -> list[str]:
-    """Describe each pair of ranks in which one rank waits for the other in mapped memory now (`Transport.waits`), one
-    line per pair.
+    """Return one line for each pair of ranks in which one rank waits for the other in mapped memory now (`Transport.waits`).
 
-    The function can be called while devices hang."""
+    The function may be called while GPUs hang."""
     return [line for transport in _OF_GROUP.values() if transport is not None for line in transport.waits()]
 
 
 def kept(group: ProcessGroup | None, parts: Sequence[Tensor]) -> Parts:
-    """Return gathered parts in memory that outlives the pass: copied out of a slot if the group has a transport,
-    else unchanged."""
+    """Return gathered parts in memory that stays valid after the pass: copies if the group has a transport, whose slots are
+    reused; else the same tensors."""
     transport = None if group is None else transport_of(group)
     return tuple(parts) if transport is None else transport.kept(parts)
 
 
 def destroy() -> None:
-    """Free the memory of all transports. Called before the process group ends."""
+    """Free the memory of all transports. Must be called before the process group is destroyed."""
     _OF_GROUP.clear()
     _WHY_NOT.clear()

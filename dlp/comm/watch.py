@@ -1,11 +1,11 @@
-"""A timeout for streams that wait for a peer: a thread that ends the process if nothing has progressed for PATIENCE
-seconds.
+"""A timeout for streams that wait for a peer in mapped memory: a watch thread that ends the process after PATIENCE seconds
+without progress.
 
-Stream waits have no timeout of their own. The thread reads the main thread's current frame, which costs the main thread
-nothing.
-If the frame has not changed for half of PATIENCE, the thread also reads the open waits of this rank in mapped memory. If
-neither changes for the other half, the thread prints the waits and ends the process, as NCCL's watchdog does. While the main
-thread progresses, the thread reads nothing from the GPU, in particular not while a CUDA graph is captured.
+Waits of CUDA streams have no timeout. The watch thread reads the current Python frame of the main thread, which does not slow
+the main thread down. If the frame has not changed for half of PATIENCE, the watch thread also reads for which peers this rank
+waits in mapped memory. If neither the frame nor the waits change for the other half, the watch thread prints the waits and ends
+the process, as NCCL's watchdog does. While the main thread progresses, the watch thread reads nothing from the GPU, in
+particular not while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dlp.comm import slots
 from dlp.comm.mapped import Transport
 
 MAIN = threading.main_thread().ident
-LOOKS = 60  # the thread looks this many times in PATIENCE seconds
-READING = 5.0  # timeout in seconds for reading from a GPU that may hang
+LOOKS = 60  # number of checks of the watch thread in PATIENCE seconds
+READING = 5.0  # timeout in seconds for reading from a GPU, which may hang
 
 
 def frame_of_main() -> tuple[str, int]:
-    """`place_of` the innermost Python frame of the main thread."""
+    """Return `place_of` of the innermost Python frame of the main thread."""
     return place_of(sys._current_frames().get(MAIN or 0))
 
 
 def place_of(frame: FrameType | None) -> tuple[str, int]:
-    """Describe a frame as "function (file:line)", and return the offset of the instruction in the function."""
+    """Return a frame as text, "function (file:line)", and the offset of the current instruction in the function."""
     if frame is None:
         return "nowhere", 0
     code = frame.f_code
@@ -42,9 +42,8 @@ def place_of(frame: FrameType | None) -> tuple[str, int]:
 
 
 def within(seconds: float, ask: Callable[[], list[str]]) -> list[str]:
-    """Call `ask` on another thread, and return its lines. If `ask` raises RuntimeError or takes longer than `seconds`,
-    return one
-    line that reports this."""
+    """Call `ask` on another thread, and return its lines. If `ask` raises RuntimeError or takes longer than `seconds`, return
+    one line that reports this."""
     found = [f"the waits of the GPUs could not be read within {seconds:g} s"]
 
     def read() -> None:
@@ -66,9 +65,11 @@ def leave(said: str) -> NoReturn:
 
 
 class Watch:
-    """Watch a transport as long as the transport exists.
+    """Watch thread of a transport. The thread ends when the transport no longer exists.
 
-    of: the transport whose `own_waits` are read. end: called with the message when the waits took too long."""
+    of    the transport whose `own_waits` are read
+    end   function that is called with the message after PATIENCE seconds without progress
+    """
 
     def __init__(self, of: Transport, end: Callable[[str], object] = leave) -> None:
         self._of, self._end = weakref.ref(of), end
@@ -83,7 +84,8 @@ class Watch:
             time.sleep(slots.PATIENCE / LOOKS)
 
     def look(self, of: Transport, now: float) -> bool:
-        """Look once, at time `now` in seconds. Calls `end` and returns True if nothing has progressed for PATIENCE."""
+        """Check once, at time `now` in seconds. After PATIENCE seconds without progress, call `end` and return True; else
+        return False."""
         place = frame_of_main()
         if place != self._place:
             self._place, self._stood, self._waits = place, now, []

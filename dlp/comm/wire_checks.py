@@ -1,19 +1,19 @@
-"""Checksums of transfers between ranks, which detect transfers that arrive with other bits, and name both ranks.
+"""Checksums of transfers between ranks, which detect bits that changed in a transfer.
 
     with WireChecks() as checks:      a torch dispatch mode, as the observer is
         ...                           transfers in forward, backward and FSDP
-    checks.damaged()                  the transfers that arrived with other bits than were sent; all ranks call this method
-                                      together
+    checks.damaged()                  returns the chunks that arrived with other bits than were sent; all ranks call this
+                                      method together
 
-A sender sums the bits of each chunk before the transfer, and a receiver sums the bits of each chunk that arrived
-(`dlp.kernels.ops.checksums`), both in a separate read of the chunk; the sums are compared after the context, by one gather for
-each group.
+The sender computes a checksum of each chunk before the transfer, and the receiver a checksum of each chunk that arrived
+(`dlp.kernels.ops.checksums`), both by a separate read of the chunk. `damaged` compares the checksums by one gather for each
+group. The checksums are computed as follows:
 
-    all-gathers and all-to-alls of NCCL and gloo      in the dispatch mode, which waits for them
-    mapped memory; sends and receives of `chunked`    where dlp issues the transfer (`sends`) and no longer needs the received
-                                                      chunks (`Transfer.wait`)
+    all-gathers and all-to-alls of NCCL and gloo      in the dispatch mode, which waits for these collectives
+    mapped memory; sends and receives of `chunked`    by the code that issues the transfer: `sends` before it, `Transfer.wait`
+                                                      after the chunks arrived and before their memory is reused
 
-Not checked are reductions inside NCCL or gloo, amax agreements, and sends and receives that dlp does not issue.
+Reductions inside NCCL or gloo, amax agreements, and sends and receives of user code are not checked.
 """
 
 from __future__ import annotations
@@ -32,26 +32,29 @@ from dlp.comm import collectives, observer
 from dlp.comm.observer import Label, Observer
 from dlp.kernels.ops import checksums
 
-# op -> the arguments that are received and sent, each a tensor or a list of tensors
+# op -> names of the output argument and of the input argument; both arguments are a tensor or a list of tensors
 _CHECKED = {
     "c10d::_allgather_base_": ("output_tensor", "input_tensor"),
     "c10d::allgather_into_tensor_coalesced_": ("outputs", "inputs"),
     "c10d::alltoall_base_": ("output", "input"),
 }
-# by rank: the parts for the rank, or from the rank; the same number for each rank
+# rank in the group -> the parts that are sent to this rank, or received from it; all ranks have the same number of parts
 Chunks = Mapping[int, Sequence[Tensor]]
 
 
 def unobserved_checksums(*tensors: Tensor) -> Tensor:
-    """`dlp.kernels.ops.checksums` outside of dispatch modes, in which each operation of torch takes several times as long."""
+    """Return `dlp.kernels.ops.checksums`, computed without dispatch modes, which would make each operation of torch several
+    times slower."""
     with _disable_current_modes():
         return checksums(*tensors)
 
 
 class Transfer:
-    """A transfer of a group, which this rank sends now.
+    """Checksums of one transfer of a group. The constructor computes the checksums of the chunks that this rank sends.
 
-    sent, arrived    checksums by part and by receiver or sender, int64 [parts, R]
+    label      label of the transfer (`dlp.comm.observer.label`)
+    sent       int64 [parts, R]: checksum of each part that this rank sends to each rank
+    arrived    int64 [parts, R]: checksum of each part that arrived from each rank; empty before `wait`
     """
 
     def __init__(self, group: ProcessGroup, outgoing: Chunks | Sequence[Tensor], arriving: Chunks) -> None:
@@ -69,12 +72,16 @@ class Transfer:
         return flat.view(-1, len(some)).t()
 
     def wait(self) -> None:
-        """Sum the received chunks, which the current stream may read."""
-        self.arrived, self._arriving = self._sums(self._arriving), {}  # the memory is not kept
+        """Compute the checksums of the received chunks. The current stream has waited for the transfer."""
+        self.arrived, self._arriving = self._sums(self._arriving), {}  # drops the references to the received memory
 
 
 class Damaged(NamedTuple):
-    """A chunk that arrived at this rank with other bits than were sent; `sender`: a global rank."""
+    """A chunk that arrived at this rank with other bits than were sent.
+
+    label     label of the transfer
+    sender    global rank of the sender
+    """
 
     label: Label
     sender: int
@@ -85,12 +92,12 @@ class Damaged(NamedTuple):
 
 
 class WireChecks(Observer):
-    """A context that sums the bits of transfers on both ends.
+    """Context manager that computes checksums of transfers on sender and receiver.
 
-    active    checks of the current pass, for code that issues transfers; None: no pass is checked
+    active    the entered WireChecks, for code that issues transfers; None if transfers are not checked now
     """
 
-    active: ClassVar[WireChecks | None] = None  # not a context variable: backward runs in other threads
+    active: ClassVar[WireChecks | None] = None  # not a context variable, because backward runs in other threads
 
     def __init__(self) -> None:
         super().__init__({})
@@ -106,10 +113,12 @@ class WireChecks(Observer):
         super().__exit__(*error)
 
     def sends(self, group: ProcessGroup, outgoing: Chunks | Sequence[Tensor], arriving: Chunks) -> Transfer:
-        """Sum the chunks that this rank sends in a transfer: to each rank, or the same parts to all ranks.
+        """Return the `Transfer` of chunks that this rank is about to send.
 
-        arriving   memory of the chunks that arrive from each rank; when they have arrived, and before the memory is used again,
-                   the caller calls `wait` of the result"""
+        The caller must call `wait` of the result after the chunks have arrived, and before their memory is reused.
+
+        outgoing   parts for each rank, or a sequence of parts that are sent to all ranks
+        arriving   memory of the parts that arrive from each rank"""
         transfer = Transfer(group, outgoing, arriving)
         self._transfers.setdefault(group, []).append(transfer)
         return transfer
@@ -121,13 +130,13 @@ class WireChecks(Observer):
         names = [argument.name for argument in func._schema.arguments]
         given: Mapping[str, Any] = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
         group = ProcessGroup.unbox(given["process_group"])
-        # Chunks of different sizes, which no transfer of dlp has
+        # Chunks of different sizes are not checked; dlp issues no such transfers
         if group.size() == 1 or given.get("input_split_sizes"):
             return super().__torch_dispatch__(func, types, args, kwargs)
         ranks = group.size()
         outgoing = _by_rank(given[source], ranks) if received == "output" else tree_leaves(given[source])
         transfer = self.sends(group, outgoing, _by_rank(given[received], ranks))
-        # NCCL returns no work for a synchronous transfer, and torch 2.11 ends the process where Python waits for it
+        # For a synchronous transfer NCCL returns no work, and torch 2.11 crashes when Python waits for the missing work
         waited = next(name for name in names if name in ("async_op", "asyncOp"))
         result = super().__torch_dispatch__(func, types, (), {**given, waited: True})
         work = result[-1] if isinstance(result, tuple | list) else result
@@ -138,11 +147,11 @@ class WireChecks(Observer):
         return result
 
     def arrived(self, tensor: Tensor) -> None:
-        """A received tensor, when the transfer is complete and before it is summed; for tests."""
+        """Called for each tensor that a collective received, before its checksum is computed. Tests override this method."""
 
     def damaged(self) -> list[Damaged]:
-        """Return the chunks whose checksums differ between sender and this rank. All ranks call this method together; waits
-        for the device."""
+        """Return the chunks whose checksums on the sender and on this rank differ. All ranks must call this method together;
+        the method waits for the device."""
         found = []
         for group, transfers in self._transfers.items():
             labels = [each.label for each in transfers for _ in each.sent]
@@ -156,6 +165,6 @@ class WireChecks(Observer):
 
 
 def _by_rank(tensors: Tensor | Sequence[Tensor], ranks: int) -> Chunks:
-    """The equal chunks of the memory of each tensor."""
+    """Return for each rank the views of its chunk of each tensor: a tensor is split into `ranks` equal chunks."""
     parts = [tensor.view(ranks, tensor.numel() // ranks) for tensor in tree_leaves(tensors)]
     return {rank: [part[rank] for part in parts] for rank in range(ranks)}

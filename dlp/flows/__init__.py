@@ -1,2 +1,1 @@
-"""Flows: quantize an existing model, converted or plain, for forward passes; calibrate scales, save codes, export QAT
-models."""
+"""Flows: quantize a trained model for forward passes, calibrate static scales, save and load codes, export QAT models, LoRA."""

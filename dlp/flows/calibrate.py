@@ -1,14 +1,14 @@
-"""calibrate: scales of x and y from a few batches, for static casts.
+"""calibrate: compute static scales of x and y from a few batches.
 
     with dlp.calibrate(model, "**", observer="max"):
         for batch in batches:
             model(batch)
     dlp.freeze(model, "**", "fp8_current", mode="static")
 
-The table of delayed scaling is the observer: each layer has a slot, whose staged amax enters a history after every forward of
-the model, once the ranks that share scales have agreed on the amax. `observer` computes the scale from the history, as
-`amax_compute_algo` does for delayed scaling. The observer "minmax" has two slots for a layer, of the largest value and of minus
-the smallest value. The model itself runs unchanged.
+The implementation uses the table of delayed scaling (`SlotTable`). Each layer has a slot. Hooks record the amax of the layer in
+the slot; after every forward of the model, all ranks agree on the amaxes and append them to the history of the slots.
+`observer` computes the scale from the history, as `amax_compute_algo` does for delayed scaling. The observer "minmax" has two
+slots for each layer, one for the largest value and one for minus the smallest value. The results of the model do not change.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from dlp.quant.quantizer import SlotOptions
 from dlp.quant.state import SlotTable
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
-BATCHES = 1024  # maximum number of remembered batches
+BATCHES = 1024  # length of the history: only the amaxes of the last batches count
 E4M3 = torch.float8_e4m3fn
-CLIPS = 20  # fractions of the amax that `mse` tries, from 1 to 1/2
+CLIPS = 20  # number of fractions of the amax, from 1 down to 1/2, that the observer "mse" tries
 
 
 def average(window: Tensor) -> Tensor:
-    """Mean amax over batches: fp32 [batches, slots] -> [slots]."""
+    """Return the mean amax over the batches in which a layer ran: fp32 [batches, slots] -> [slots]. An amax of 0 means that it
+    did not run."""
     return window.sum(0) / (window > 0).sum(0).clamp(min=1)
 
 
 def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], window: Tensor) -> Tensor:
-    """Return the amaxes that a user's function computes from the amaxes of all batches. Raises ValueError unless there
-    is one per layer."""
+    """Call a user's observer on the amaxes of all batches, and return its result, one amax for each layer in `names`. Raises
+    ValueError for a result of another shape, and for an amax that is not a finite number above 0."""
     seen = window > 0
     if not seen.any():
         return window.amax(0)
@@ -63,7 +64,8 @@ def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], wind
 
 
 def best_clip(x: Tensor) -> Tensor:
-    """The amax, fp32 [], at which casting x to E4M3 has the smallest mean square error."""
+    """Return the amax, fp32 [], with which a cast of x to E4M3 has the smallest mean square error; larger values are
+    clipped."""
     values, amax = x.float(), ops.amax(x).float()
     top = ops.FP8_MAX[E4M3]
     losses, clips = [], [1 - i / (2 * CLIPS) for i in range(CLIPS)]
@@ -80,7 +82,7 @@ TENSORS = ("x", "y")
 
 
 def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value and minus the smallest value, fp32 []."""
+    """Return the largest value and minus the smallest value of x, each fp32 []; zeros for an x without elements."""
     if not x.numel():
         return x.new_zeros((), dtype=torch.float32), x.new_zeros((), dtype=torch.float32)
     low, high = torch.aminmax(x)
@@ -88,10 +90,15 @@ def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Observed:
-    """The table of x or y of the observed layers.
+    """The amaxes of x or y of the observed layers, in a `SlotTable`.
 
-    tensor   "x" or "y"
-    ran      names of layers that ran
+    tensor      "x" or "y"
+    names       names of the observed layers
+    ran         names of the layers that ran
+    algorithm   computes amaxes [slots] from the history [batches, slots]: "max" or a function
+    look        computes the numbers to record from a tensor: one number, or two for "minmax"
+    ends        suffixes of the slot names of a layer: ("",), or ("high", "low") for "minmax"
+    table       a slot for each layer and suffix
     """
 
     def __init__(
@@ -105,22 +112,25 @@ class _Observed:
         self.table = SlotTable({f"{name}{end}": options for end in self.ends for name in names}, device)
 
     def record(self, name: str, x: Tensor) -> None:
-        """Raise the staged numbers of a layer to the numbers of x [M, K]; infinite for an x with Inf or NaN."""
+        """Record the numbers (`look`) of x [M, K] of a layer, if they exceed those recorded since the last `close`; record Inf
+        for an x with Inf or NaN."""
         self.ran.add(name)
-        found, finite = self.look(x), x.isfinite().all()  # amax ignores NaN
+        found, finite = self.look(x), x.isfinite().all()  # checked apart, since `ops.amax` ignores NaN
         for end, number in zip(self.ends, found if isinstance(found, tuple) else (found,), strict=True):
             staging = self.table.slot(f"{name}{end}").staging
             staging.copy_(torch.maximum(staging, torch.where(finite, number.float(), torch.inf)))
 
     def close(self) -> None:
-        """End a forward: append its numbers to the histories. All ranks call this method."""
+        """End a forward of the model: append the recorded numbers, maxima over all ranks, to the history. All ranks call
+        `close`."""
         world: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
         shared = world is not None and world.size() > 1
         table = self.table
         table.update(agree([table.staging], world)[0] if shared and world is not None else table.staging)
 
     def check(self, pattern: str) -> None:
-        """Raise ValueError for a layer from whose batches no scale follows."""
+        """Raise ValueError for a layer whose scale cannot be computed: x or y was not finite or always 0, or the layer did not
+        run."""
         slots = self.table.state_dict()
         for name in self.names:
             histories = torch.stack([slots[f"{name}{end}"]["history"] for end in self.ends])
@@ -132,12 +142,13 @@ class _Observed:
                     f"calibrate: {name} {did} only zeros or no tokens, from which no scale can be computed: calibrate "
                     f"with other batches"
                     if name in self.ran
-                    else f"calibrate: {name} did not run: call the model inside, not compiled (compiled code skips hooks), or "
-                    f"leave the layer out of {pattern!r}"
+                    else f"calibrate: {name} did not run: call the model inside dlp.calibrate, not compiled (compiled code "
+                    f"skips hooks), or leave the layer out of {pattern!r}"
                 )
 
     def buffers(self, name: str) -> dict[str, Tensor]:
-        """The scale of E4M3 and the range of a layer: `x_scale` fp32 [] and `x_range` fp32 [2], smallest and largest."""
+        """Return the buffers of a layer: `x_scale` (or y), fp32 [], the multiplier of a cast to E4M3; and `x_range` (or y),
+        fp32 [2], the smallest and the largest value."""
         if self.ends == ("",):
             amax = self._amaxes[self.table.index(name)]
             high, low = amax, -amax
@@ -149,7 +160,8 @@ class _Observed:
 
     @cached_property
     def _amaxes(self) -> Tensor:
-        """The numbers that the observer computes from all batches, fp32 [slots]; read after the last batch."""
+        """The amaxes that the observer computes from all batches, fp32 [slots]. Read this property only after the last
+        batch."""
         slots = self.table.state_dict()
         window = torch.stack([slots[name]["history"][1:] for name in self.table.names], 1)
         found: Tensor = window.amax(0) if self.algorithm == "max" else self.algorithm(window)
@@ -161,17 +173,19 @@ def calibrate(
     model: nn.Module, pattern: str = "**", observer: str | Callable[[Tensor], Tensor] = "max",
     tensors: Sequence[str] = ("x",),
 ) -> Iterator[dict[str, nn.Module]]:  # fmt: skip
-    """Observe x, and y on request, of linears during forwards, and store static scales afterwards. A context manager.
+    """Context manager: record the amaxes of x, and optionally y, of linears, and store static scales on exit.
 
     On exit each observed linear gets the buffers `x_scale`, the multiplier of a cast to E4M3, and `x_range`, the smallest and
-    the largest value, or minus and plus the amax; with y observed also `y_scale` and `y_range`. All are equal on all ranks.
+    the largest value ("minmax") or minus and plus the amax. If y is observed, `y_scale` and `y_range` are added. The buffers
+    are equal on all ranks.
 
     Args:
         model: model with linears, converted or plain.
         pattern: pattern of module names.
-        observer: "max": largest amax of all batches; "minmax": smallest and largest value of all batches, for casts with zero
-            points; "average": mean of the amaxes; "mse": largest of the amaxes that minimize the error of each batch in E4M3;
-            or a function of the amaxes [batches, layers], oldest first, that returns [layers].
+        observer: how the amax is computed. "max": largest amax of all batches; "minmax": smallest and largest value of all
+            batches, for casts with zero points; "average": mean of the amaxes of the batches; "mse": for each batch the amax
+            that minimizes the mean square error of a cast to E4M3, then the largest of these; or a function that takes the
+            amaxes [batches, layers], oldest first, and returns one amax per layer [layers].
         tensors: "x", "y" or both: observe inputs, outputs or both. `dlp.freeze` in static mode reads the scales of y if the
             recipe quantizes y.
 
@@ -179,8 +193,8 @@ def calibrate(
         The observed linears by name.
 
     Raises:
-        ValueError: for an unknown observer or tensor, an observer without result for a layer, a pattern that matches no linear,
-            and a layer that did not run, or whose x or y was not finite or zero.
+        ValueError: for an unknown observer or tensor, an invalid result of an observer function, a pattern that matches no
+            linear, a layer that did not run, and a layer whose x or y was not finite or only 0.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -209,7 +223,7 @@ def calibrate(
     hooks.append(model.register_forward_hook(lambda *_: _close(observed)))
     try:
         yield dict(linears)
-        _close(observed)  # layers that ran outside of a forward of the model are still open
+        _close(observed)  # for layers that were called outside of a forward of the model
     finally:
         for hook in hooks:
             hook.remove()
@@ -222,6 +236,8 @@ def calibrate(
 
 
 def _records_x(record: Callable[[Tensor], None]) -> Callable[..., None]:
+    """Return a forward pre-hook that passes x [M, K] of a linear to `record`."""
+
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         x = _rows((*inputs, *named.values())[0])
@@ -234,6 +250,8 @@ def _records_x(record: Callable[[Tensor], None]) -> Callable[..., None]:
 
 
 def _records_y(record: Callable[[Tensor], None]) -> Callable[..., None]:
+    """Return a forward hook that passes y [M, N] of a linear to `record`."""
+
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
         ys = y[0] if isinstance(module, ParallelLinear) and module.core.bias_apart else y
@@ -244,7 +262,7 @@ def _records_y(record: Callable[[Tensor], None]) -> Callable[..., None]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x or y [..., C] of a call as a matrix [M, C]."""
+    """Return x or y [..., C] as a detached matrix [M, C]."""
     x = x.detach()
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 

@@ -1,14 +1,14 @@
-"""Codes as plain tensors: save and load the state of a quantized model, on any mesh.
+"""Save and load the state of a quantized model as plain tensors: codes, scales and high-precision tensors, for any mesh.
 
     NAME.weight.codes, NAME.weight.scale_inv, ...   the parts of a quantized weight, unsharded
-    NAME.weight.format                              uint8 [bytes]: the name of the format, such as "int4[32]", with the shape
-                                                    of the weight if the codes are padded: "int4[32] of 64 x 48"
-    NAME.x_scale, NAME.y_scale                      multiplier of x or y, for a static cast to per-tensor FP8
-    NAME.x_amax, NAME.y_amax                        amax of x or y, for other static casts; with zero points the largest value
-                                                    and minus the smallest value
+    NAME.weight.format                              uint8 [bytes]: the name of the format as text, such as "int4[32]"; if the
+                                                    codes are padded, with the shape of the weight: "int4[32] of 64 x 48"
+    NAME.x_scale, NAME.y_scale                      multiplier of x or y in a static cast to per-tensor FP8
+    NAME.x_amax, NAME.y_amax                        amax of x or y in another static cast; with zero points [2]: the largest
+                                                    value, and minus the smallest value
     NAME                                            every other parameter and buffer, unsharded
 
-The tensors can be read without dlp and without high-precision values.
+The tensors are plain torch tensors, which other programs can read without dlp.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ FORMAT = "format"
 
 
 class Held(NamedTuple):
-    """A quantized weight by name: parts on this rank, the parameter with the placement of the parts, and the quantizers of x
-    and y (None: the tensor stays in high precision)."""
+    """A quantized weight of a model.
+
+    name         name of the parameter in the model
+    q            the rowwise operand on this rank
+    parameter    the parameter; if it is a DTensor, its placements are those of the weight
+    activation   quantizer of x; None: x stays in high precision
+    y            quantizer of y; None: y stays in high precision
+    """
 
     name: str
     q: QuantizedTensor
@@ -43,6 +49,7 @@ class Held(NamedTuple):
 
 
 def held_weights(model: nn.Module) -> Iterator[Held]:
+    """Yield the quantized weights of a model, of converted layers and of plain modules."""
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             for weight in module.core.weights:
@@ -58,7 +65,8 @@ def held_weights(model: nn.Module) -> Iterator[Held]:
 
 
 def static_scales(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield the static scales of x and y by name: the tensors that casts read, which are equal."""
+    """Yield each static scale of x and y: its name in saved codes, and the tensors that casts read. For y of siblings
+    these are several tensors with equal values."""
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             if isinstance(next(iter(module.core.weights)), HeldWeight):
@@ -73,8 +81,8 @@ def static_scales(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _placements(held: Held, part: Part) -> list[Placement]:
-    """The placements of a part on the mesh of its parameter. Raises ValueError for a block that spans two ranks, and
-    for unequal shards."""
+    """Return the placements of a part on the mesh of its parameter. Raises ValueError if shards cut blocks, and for shards of
+    unequal sizes."""
     assert isinstance(held.parameter, DTensor)
     made: list[Placement] = []
     shards = shards_of(held.parameter)
@@ -90,15 +98,15 @@ def _placements(held: Held, part: Part) -> list[Placement]:
             )
         if held.q.shape[cut] != local[cut] or not held.q.format.concatenates(cut, local[cut]):
             raise ValueError(
-                f"{held.name}: shards of {local[cut]} along dimension {cut} cut blocks of {held.q.format.name}, so "
-                f"that codes differ from the codes of the unsharded weight: use a mesh whose shards hold complete "
+                f"{held.name}: shards of size {local[cut]} along dimension {cut} cut blocks of {held.q.format.name}, so "
+                f"codes would differ from the codes of the unsharded weight: use a mesh whose shards hold complete "
                 f"blocks"
             )
         along = part.moves_along(cut)
         if along is None:
             made.append(Replicate())
         elif along == cut:
-            made.append(placement)  # handles FSDP over tp, too, whose shards are strided
+            made.append(placement)  # reuses the placement, which may be strided (FSDP over tp)
         else:
             made.append(Shard(along))
     return made
@@ -106,9 +114,10 @@ def _placements(held: Held, part: Part) -> list[Placement]:
 
 @torch.no_grad()
 def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of a model with quantized weights as complete plain tensors, codes and scales included.
+    """Return the state of a model with quantized weights as unsharded plain tensors, including codes and scales.
 
-    For models of `dlp.freeze`, `dlp.quantize_` and `dlp.quantized_model_init`. All ranks call `quantized_state_dict`.
+    The model was quantized by `dlp.freeze`, `dlp.quantize_` or `dlp.quantized_model_init`. All ranks call
+    `quantized_state_dict`.
 
     Args:
         model: quantized model.
@@ -117,7 +126,7 @@ def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
         Tensors by name.
 
     Raises:
-        ValueError: when tp shards a block of a format.
+        ValueError: if a shard cuts a block of a format, and for shards of unequal sizes.
 
     Examples:
         >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "int8")
@@ -139,19 +148,19 @@ def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _bytes_of(held: Held) -> Tensor:
-    """uint8 [bytes]: `_format_of` a weight."""
+    """Return the text of `_format_of` as a tensor, uint8 [bytes]."""
     return torch.tensor(list(_format_of(held).encode()), dtype=torch.uint8, device=held.parameter.device)
 
 
 def _format_of(held: Held) -> str:
-    """The name of a weight's format, with the shape of the unsharded weight if the codes are padded."""
+    """Return the name of a weight's format; if the codes are padded, with the shape of the unsharded weight."""
     rows, columns = held.parameter.shape
     padded = tuple(local_values(held.parameter).shape) != held.q.shape
     return held.q.format.name + (f" of {rows} x {columns}" if padded else "")
 
 
 def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The persistent buffers of a model."""
+    """Return the persistent buffers of a model by name."""
     saved = set()
     for prefix, module in model.named_modules():
         kept = module._buffers.keys() - module._non_persistent_buffers_set
@@ -160,6 +169,7 @@ def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def whole_part(held: Held, part: Part, tensor: Tensor) -> Tensor:
+    """Gather a part of a weight from its shards. tensor: this rank's shard of the part."""
     if not isinstance(held.parameter, DTensor):
         return tensor.detach().clone()
     placements = _placements(held, part)
@@ -178,7 +188,7 @@ def whole_part(held: Held, part: Part, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load the result of `dlp.quantized_state_dict` into a model that is quantized alike, on this or another mesh.
+    """Load the result of `dlp.quantized_state_dict` into a model that is quantized in the same way, on this or another mesh.
 
     Args:
         model: quantized model.
@@ -214,10 +224,14 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         )
     if missing := sorted((into.keys() | formats.keys()) - state.keys()):
         raise ValueError(
-            f"the saved codes lack {missing[0]!r} ({len(missing)} in all): quantize the model as it was saved"
+            f"the saved codes lack {missing[0]!r} ({len(missing)} missing entries): quantize this model as the saved model was "
+            f"quantized"
         )
     if unknown := sorted(state.keys() - into.keys() - formats.keys()):
-        raise ValueError(f"the saved codes have {unknown[0]!r}, which the model lacks ({len(unknown)} in all)")
+        raise ValueError(
+            f"the saved codes have {unknown[0]!r}, which the model lacks ({len(unknown)} unknown entries): quantize "
+            f"this model as the saved model was quantized"
+        )
     for name in (*into, *formats):
         kind = state[name].device if isinstance(state[name], Tensor) else type(state[name]).__name__
         if str(kind) == "meta" or not isinstance(state[name], Tensor):
@@ -228,7 +242,7 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         if (saved := bytes(state[name].byte().tolist()).decode(errors="replace")) != wanted:
             raise ValueError(
                 f"{name.removesuffix(f'.{FORMAT}')} was saved as codes of {saved}, and the model has codes of {wanted}: "
-                f"quantize the model as it was saved"
+                f"quantize this model as the saved model was quantized"
             )
     if without := next((name for name, (tensor, _, _) in into.items() if tensor.is_meta), None):
         raise ValueError(
@@ -239,7 +253,7 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(
                 f"{name} was saved as {found[name].dtype} {tuple(found[name].shape)}, and the shard of this rank is "
-                f"{tensor.dtype} {tuple(tensor.shape)} in the model: quantize the model as it was saved"
+                f"{tensor.dtype} {tuple(tensor.shape)} in the model: quantize this model as the saved model was quantized"
             )
     _check_values(weights, scales, found, state)
     for name, (tensor, _, _) in into.items():
@@ -252,8 +266,8 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
 def _check_values(
     weights: Mapping[str, Held], scales: Iterable[str], found: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Raise ValueError for parts and static scales with NaN or Inf, which `quantized_state_dict` never writes. Each rank
-    checks the scales of all ranks, which are small, and its own codes."""
+    """Raise ValueError for parts and static scales with NaN or Inf. Each rank checks all scales, which are small, but only its
+    shard of the codes."""
     for name, held in weights.items():
         for part in (f"{name}.{each.name}" for each in held.q.format.parts):
             looked_at = found[part] if part.endswith(".codes") else state[part]
@@ -273,7 +287,8 @@ def _finite(part: Tensor) -> bool:
 
 
 def _cut(whole: Tensor, spread: Tensor | None, placements: list[Placement]) -> Tensor:
-    """This rank's shard of a full tensor."""
+    """Return this rank's shard of a full tensor, on the mesh of `spread` with these placements; spread=None: the full
+    tensor."""
     if spread is None:
         return whole
     assert isinstance(spread, DTensor)

@@ -1,4 +1,4 @@
-"""Layout of compressed-tensors, the format in which vLLM and transformers read codes: tensors and scheme of one linear.
+"""Layout of one linear in compressed-tensors, the file format from which vLLM and transformers read codes.
 
     format of dlp          tensors, after NAME.                                      scheme (format, strategy)
     fp8 per tensor         weight e4m3 [N, K], weight_scale fp32 [1]                 float-quantized, tensor
@@ -13,10 +13,10 @@
                            weight_shape int64 [2], weight_zero_point int32           pack-quantized, channel or group
     static x               input_scale fp32 [1]; with zero points also input_zero_point int8 [1]
 
-Codes are copied, never computed again. Scales of tiles are repeated for each row if the layout has no tiles (mxfp8, nvfp4). A
-number that the layout stores only after a rounding (the amax of nvfp4, the multiplier or the range of a static x) is also
-stored in the header of the safetensors file, as `float.hex`, so that reading returns the exact codes and scales. The static
-scale of x in a file of another program is exact within two units in the last place.
+Codes are copied bit by bit. If the layout has no tiles (mxfp8, nvfp4), the scales of tiles are repeated for each row. Three
+numbers are rounded in the layout: the amax of nvfp4, and the multiplier or the range of a static x. Their exact values are also
+stored in the header of the safetensors file, as `float.hex`, so that reading returns the exact scales. In a file of another
+program there are no exact values; the static scale of x is then exact within two units in the last place.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ from dlp.quant.static import StaticScaling
 from dlp.quant.tensor import Format, QuantizedTensor
 
 METHOD = "compressed-tensors"
-AMAX, X_SCALE, X_AMAX = EXACT = "weight_amax", "x_scale", "x_amax"  # names in the header of the file
+AMAX, X_SCALE, X_AMAX = EXACT = (
+    "weight_amax",
+    "x_scale",
+    "x_amax",
+)  # names of exact numbers in the header of the safetensors file
 X_PARTS = "input_scale", "input_zero_point"
 NAMES = (
     "weight", "weight_packed", "weight_scale", "weight_global_scale", "weight_shape", "weight_zero_point", *X_PARTS,
@@ -50,7 +54,11 @@ FLOATS = (Fp8Tensor, Fp8Rowwise, Fp8Block)
 
 
 class Encoded(NamedTuple):
-    """Tensors of one linear by the name after the module's name, and the exact numbers for the header, fp32 [] or [2]."""
+    """Result of `encode` for one linear.
+
+    tensors   tensors of the layout; key: the name after the name of the module, such as "weight_scale"
+    exact     exact numbers for the header of the file, fp32 [] or [2]; key: one of `EXACT`
+    """
 
     tensors: dict[str, Tensor]
     exact: dict[str, Tensor]
@@ -63,16 +71,16 @@ def encode(
 
     q           the rowwise operand of w; its rows may be padded
     shape       (N, K) of the weight
-    activation  quantizer of x, which decides the layout of int8; None: x stays in high precision
-    x_scale     slot of a static `activation`
+    activation  quantizer of x; None: x stays in high precision. The layout of int8 weights depends on it
+    x_scale     static scale of x; None: x has no static scale
 
-    ValueError for a format or a padded contraction that the layout does not have.
+    Raises ValueError for a format that the layout does not have, and for a padded contraction.
     """
     fmt, (rows, columns) = q.format, shape
     if q.shape[1] != columns:
         raise ValueError(
             f"compressed-tensors has no padding: a contraction of {columns} is not a multiple of {fmt.multiple[1]}, which "
-            f"{fmt.name} needs; export this model without codes"
+            f"{fmt.name} needs: choose another format, or export the model in high precision"
         )
     _check_format(fmt)
     codes, scale = q.parts[0][:rows], q.parts[1]
@@ -98,6 +106,7 @@ def encode(
 
 
 def _check_format(fmt: Format) -> None:
+    """Raise ValueError for a format that compressed-tensors does not have."""
     known = isinstance(fmt, (*FLOATS, Mxfp8, Nvfp4, Int)) and fmt.element != "e5m2" and not fmt.basis
     if not known:
         raise ValueError(
@@ -107,14 +116,15 @@ def _check_format(fmt: Format) -> None:
 
 
 def _each_row(scale: Tensor, block: int, rows: int) -> Tensor:
-    """Convert scales of tiles [N / block, C] to scales of each row [N, C]. The result has the dtype of bytes, because
-    torch cannot repeat FP8 tensors."""
+    """Repeat the scales of tiles [N / block, C] for each row: [N, C]. They are repeated as bytes, because torch cannot repeat
+    FP8 tensors; the result has the dtype of `scale`."""
     return scale.view(torch.uint8).repeat_interleave(block, 0)[:rows].view(scale.dtype) if block > 1 else scale[:rows]
 
 
 def _encode_integers(
     fmt: Int, codes: Tensor, scale: Tensor, zero: tuple[Tensor, ...], shape: tuple[int, int], x_in_codes: bool
 ) -> dict[str, Tensor]:
+    """`encode` for integers. zero: zero points, if the format has them; x_in_codes: whether x is quantized."""
     scales = scale if fmt.group else scale[:, None]
     if _plain_int8(fmt, x_in_codes):
         return {"weight": codes, "weight_scale": scales}
@@ -128,23 +138,25 @@ def _encode_integers(
 
 
 def _plain_int8(fmt: Int, x_in_codes: bool) -> bool:
+    """Whether weights are stored as int8 (int-quantized) and not packed into int32."""
     return fmt.bits == 8 and fmt.symmetric and not fmt.group and x_in_codes
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Pack signed codes int8 [rows, C] into int32 [rows, ceil(C bits / 32)]: the bytes of `pack_bits`, padded to
-    complete words."""
+    """Pack signed codes int8 [rows, C] into int32 [rows, ceil(C * bits / 32)]: the bytes of `pack_bits`, zero-padded to a
+    multiple of 4 bytes."""
     packed = pack_bits(codes, bits)
     return F.pad(packed, (0, -packed.shape[1] % 4)).view(torch.int32)
 
 
 def unpack_words(packed: Tensor, bits: int, columns: int) -> Tensor:
-    """The inverse of `pack_words`: int8 [rows, columns]."""
+    """Unpack codes int8 [rows, columns]; the inverse of `pack_words`."""
     return unpack_bits(packed.contiguous().view(torch.uint8), bits, columns)
 
 
 def x_parts(activation: Quantizer, slot: Tensor) -> tuple[Tensor, ...]:
-    """Return scale_inv, fp32 [1], and for integers with zero points the zero point, int8 [1], of a static cast of x."""
+    """Return the tensors `X_PARTS` of a static cast of x: scale_inv, fp32 [1]; for integers with zero points also the zero
+    point, int8 [1]. slot: static scale of `activation`."""
     if not isinstance(activation, StaticScaling):
         return ((1 / slot).float().reshape(1),)
     row = torch.zeros(1, activation.format.multiple[1], device=slot.device)
@@ -154,8 +166,15 @@ def x_parts(activation: Quantizer, slot: Tensor) -> tuple[Tensor, ...]:
 def static_x(
     choices: Sequence[Quantizer], tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor]
 ) -> tuple[Quantizer, Tensor]:
-    """Return the quantizer and the slot of a static x: the first of `choices` that computes the scale in the file from the
-    exact range in the header. Without such a range, the first choice, with a slot computed from the scale."""
+    """Return the quantizer of a static x, and its static scale.
+
+    choices   quantizers that the scheme in the file may mean (`static_choices`)
+    tensors   tensors of the linear
+    exact     numbers of the header
+
+    The result is the first of `choices` that computes the tensors in the file from the exact number in the header. If the
+    header has none, it is the first choice, and its static scale is computed from the tensors.
+    """
     stated = [tensors[name].reshape(1) for name in X_PARTS if name in tensors]
     for activation in choices:
         key = X_AMAX if isinstance(activation, StaticScaling) else X_SCALE
@@ -176,9 +195,9 @@ def static_x(
 def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Mapping[str, Tensor]) -> QuantizedTensor:
     """Convert the tensors of one linear to a quantized weight.
 
-    tensors  by the name after the module's
-    weights  the `weights` of the scheme in config.json
-    exact    numbers of the header by name, if dlp wrote the file
+    tensors  tensors of the layout; key: the name after the name of the module
+    weights  the table `weights` of the scheme in config.json
+    exact    exact numbers of the header, by name; empty if another program wrote the file
     """
     scale, strategy = tensors["weight_scale"], weights["strategy"]
     if weights["type"] == "int":
@@ -200,6 +219,7 @@ def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Map
 
 
 def _decode_integers(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) -> QuantizedTensor:
+    """`decode` for integers."""
     bits, group = int(weights["num_bits"]), int(weights.get("group_size") or 0)
     group = 0 if weights["strategy"] == "channel" else group
     fmt, scale = Int(bits, group, bool(weights["symmetric"])), tensors["weight_scale"].float()
@@ -215,17 +235,17 @@ def _decode_integers(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) 
     return QuantizedTensor(fmt, tuple(parts))
 
 
-# Schemes: the tables of config.json
+# Schemes: the tables of `quantization_config` in config.json, which state how a linear is quantized
 
 
 def scheme(fmt: Format, activation: Quantizer | None, *, with_scale: bool = False) -> dict[str, Any]:
-    """The scheme of a linear, in the form of a group of `quantization_config`, without targets.
+    """Return the scheme of a linear: an entry of `config_groups` in `quantization_config`, without targets.
 
     fmt         format of the weight
     activation  quantizer of x; None: x stays in high precision
-    with_scale  x has a static scale
+    with_scale  whether x has a static scale
 
-    ValueError for a static cast of x that the format cannot state.
+    Raises ValueError for a static cast of x that compressed-tensors cannot express.
     """
     x = None if activation is None or isinstance(fmt, Nvfp4) else _x_args(activation, with_scale)
     if with_scale and x is None:
@@ -251,17 +271,19 @@ def scheme(fmt: Format, activation: Quantizer | None, *, with_scale: bool = Fals
 
 
 def _group(size: int) -> dict[str, Any]:
+    """Return the entries for scales of groups of `size` elements."""
     return {"strategy": "group", "group_size": size}
 
 
 def _args(bits: int, kind: str, strategy: str = "tensor", **more: Any) -> dict[str, Any]:
+    """Return a table `weights` or `input_activations`. kind: "int" or "float"; more: entries that differ from the defaults."""
     return {
         "num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "group_size": None, "dynamic": False, **more,
     }  # fmt: skip
 
 
 def _x_args(activation: Quantizer, with_scale: bool) -> dict[str, Any] | None:
-    """`input_activations`; None for casts of x that the format cannot state."""
+    """Return the table `input_activations`; None for a cast of x that compressed-tensors cannot express."""
     inner = activation.inner if isinstance(activation, StaticScaling) else activation
     how: dict[str, Any] = {"strategy": "tensor" if with_scale else "token", "dynamic": not with_scale}
     if isinstance(inner, IntScaling):
@@ -278,10 +300,10 @@ def _x_args(activation: Quantizer, with_scale: bool) -> dict[str, Any] | None:
 
 
 def quantization_config(schemes: Mapping[str, Mapping[str, Any]], linears: list[str]) -> dict[str, Any]:
-    """`quantization_config` of config.json.
+    """Return `quantization_config` for config.json.
 
-    schemes  scheme of each quantized linear
-    linears  names of all linears; linears without a scheme are listed in `ignore`
+    schemes  scheme of each quantized linear, by name
+    linears  names of all linears; those without a scheme are listed in `ignore`
     """
     groups: list[tuple[Mapping[str, Any], list[str]]] = []
     for name, each in schemes.items():
@@ -305,9 +327,10 @@ def quantization_config(schemes: Mapping[str, Mapping[str, Any]], linears: list[
 
 
 def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The group of `quantization_config` that applies to a linear: by name, pattern (`re:`) or class.
+    """Return the entry of `config_groups` that applies to a linear, by name, by pattern (`re:`) or by class "Linear".
 
-    ValueError for a linear that no group matches."""
+    Raises ValueError for a linear that no entry matches.
+    """
     found: Mapping[str, Any] | None = None
     for group in config["config_groups"].values():
         for target in group["targets"]:
@@ -317,30 +340,32 @@ def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
             found = group if target == "Linear" else found
     if found is None:
         raise ValueError(
-            f"{name} has codes, and no group of quantization_config names this layer; fetch config.json again"
+            f"{name} has codes, but no entry of config_groups in quantization_config matches this layer; "
+            f"fetch config.json again"
         )
     return found
 
 
 def static_choices(x: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Quantizer]:
-    """The static quantizers of x that `input_activations` may state, for `static_x`."""
+    """Return the static quantizers that the table `input_activations` x may stand for, for `static_x`. weights: table of the
+    weight."""
     if x["type"] == "int":
         symmetric = bool(x["symmetric"])
         narrow = (False, True) if symmetric else (False,)
         return [StaticScaling(IntScaling(int(x["num_bits"]), symmetric=symmetric, narrow=each)) for each in narrow]
-    rows = StaticScaling(RowwiseScaling(power_of_two=False))  # returns a scale that is a power of two unchanged
+    rows = StaticScaling(RowwiseScaling(power_of_two=False))  # also reproduces scales that are powers of two
     return [rows, static()] if weights["strategy"] == "channel" else [static(), rows]
 
 
 def is_stated(x: Mapping[str, Any], activation: Quantizer) -> bool:
-    """Whether a static quantizer of x has the element type and the zero points of `input_activations`."""
+    """Whether a static quantizer matches the table `input_activations` x in bits, element type and zero points."""
     asked = _x_args(activation, True)
     return asked is not None and all(x[key] == asked[key] for key in ("num_bits", "type", "symmetric"))
 
 
 def activation_of(x: Mapping[str, Any] | None) -> Quantizer | None:
-    """The quantizer of x that `input_activations` states, with the default options of dlp; None: x is not quantized. For a
-    static scale (`static_choices`), the quantizer that computes a scale in each forward."""
+    """Return the quantizer for the table `input_activations` x, with default options; None: x is not quantized. It computes the
+    scale in each forward, also if the table states a static scale (for which see `static_choices`)."""
     if x is None or x["dynamic"] == "local":
         return None
     if x["type"] == "int":

@@ -1,10 +1,11 @@
-"""Folders of compressed-tensors: save the codes of a quantized model, and load codes into a plain model.
+"""Save a quantized model as a folder of compressed-tensors, and load such a folder into a plain model.
 
     dlp.quantize_(model, "nvfp4")
-    model.save_pretrained(folder)                  a model of transformers; any other: dlp.save_compressed(model, folder)
+    model.save_pretrained(folder)                  for a model of transformers; else dlp.save_compressed(model, folder)
     dlp.load_compressed(plain, folder, "nvfp4")    the same codes, and the same forward
 
-`dlp.flows.compressed` defines the layout. Files have at most `FILE_BYTES` bytes; all ranks gather, and rank 0 writes.
+`dlp.flows.compressed` defines the layout of a linear. A file has at most `FILE_BYTES` bytes, unless one layer has more. All
+ranks gather tensors, and rank 0 writes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CONFIG, FILE_BYTES = "config.json", 4 << 30
 def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, Any] | None = None) -> str:
     """Write a model with quantized weights as a folder of compressed-tensors.
 
-    All ranks call `save_compressed`; rank 0 writes the complete model.
+    All ranks call `save_compressed`; rank 0 writes the full model.
 
     Args:
         model: model after `dlp.quantize_` or `dlp.freeze`.
@@ -50,8 +51,8 @@ def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, A
         A sentence with the number of layers and the bytes of codes and of other tensors.
 
     Raises:
-        ValueError: before anything is written, for a model without codes, for a format that compressed-tensors lacks, and for a
-            layer that quantizes y or has several weights.
+        ValueError: before anything is written, for a model without quantized weights, for a format that compressed-tensors does
+            not have, and for a layer that quantizes y or has several weights.
         ImportError: without the package safetensors.
 
     Examples:
@@ -95,7 +96,8 @@ def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, A
 
 
 def _encoded(held: Held, scale: Tensor | None, device: torch.device | None = None) -> compressed.Encoded:
-    """The tensors of a layer; on the meta device, their shapes on this rank."""
+    """Return the tensors of a layer, gathered from its shards. device: "meta" to check only whether the layer can be encoded:
+    then nothing is gathered, and the tensors have no memory."""
     if device is not None:
         parts = tuple(part.to(device) for part in held.q.parts)
         shape = held.q.shape if isinstance(held.parameter, DTensor) else tuple(held.parameter.shape)
@@ -108,7 +110,7 @@ def _encoded(held: Held, scale: Tensor | None, device: torch.device | None = Non
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, each shared tensor once."""
+    """Yield parameters and persistent buffers by name; shared tensors once."""
     yield from model.named_parameters()
     yield from saved_buffers(model)
 
@@ -119,13 +121,20 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _add(writer: _Writer | None, tensors: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> int:
+    """Pass tensors to the writer, if this rank has one, and return their size in bytes."""
     if writer is not None:
         writer.add({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, exact)
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class _Writer:
-    """Files of safetensors of at most FILE_BYTES each, and their index."""
+    """Writer of safetensors files of at most FILE_BYTES each, their index, and config.json.
+
+    tensors   tensors of the next file
+    header    exact numbers of the next file, as text
+    files     names of the tensors in each file written so far
+    bytes     size of `tensors`; total: size of all files written so far
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.tensors, self.header = folder, dict[str, Tensor](), dict[str, str]()
@@ -166,24 +175,24 @@ class _Writer:
 
 
 def header(exact: Mapping[str, Tensor]) -> dict[str, str]:
-    """Exact numbers as text for the header of a safetensors file."""
+    """Convert exact numbers to text for the header of a safetensors file, by name."""
     return {name: " ".join(number.hex() for number in value.reshape(-1).tolist()) for name, value in exact.items()}
 
 
 def exact_of(text: str) -> Tensor:
-    """The inverse of `header`: fp32 [] for one number, else [numbers]."""
+    """Convert text of the header to numbers: fp32 [], or fp32 [n] for n > 1 numbers; the inverse of `header`."""
     numbers = torch.tensor([float.fromhex(number) for number in text.split()])
     return numbers if len(numbers) > 1 else numbers[0]
 
 
 class SavesCodes:
-    """Replacement of `save_pretrained` in a model that `dlp.quantize_` has quantized: calls `save_compressed`."""
+    """Replacement for `save_pretrained` of a model after `dlp.quantize_`: calls `save_compressed`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, save_directory: str | Path, **options: Any) -> None:
-        """Raises ValueError for options of `save_pretrained` that would be lost."""
+        """Save the model. Raises ValueError for options of `save_pretrained` that would have no effect."""
         lost = sorted(options.keys() - {"is_main_process", "safe_serialization", "max_shard_size"})
         if lost:
             raise ValueError(
@@ -199,12 +208,12 @@ class SavesCodes:
 
 
 class StoredLayer(NamedTuple):
-    """Layer of a folder of compressed-tensors.
+    """Layer in a folder of compressed-tensors.
 
     q        quantized weight
-    scheme   quantization scheme of the layer, as in config.json
-    tensors  all stored tensors of the layer, by name
-    exact    numbers that are stored without rounding (`compressed.EXACT`), by name
+    scheme   scheme of the layer, from config.json
+    tensors  all stored tensors of the layer, by the name after the name of the layer
+    exact    exact numbers of the layer in the header, by name (`compressed.EXACT`)
     """
 
     q: QuantizedTensor
@@ -219,7 +228,12 @@ class StoredLayer(NamedTuple):
 
 
 class Folder:
-    """Folder of compressed-tensors: tables and tensors by name. Raises ValueError for a folder of another kind."""
+    """Reader of a folder of compressed-tensors. Raises ValueError for a folder without such files.
+
+    config   `quantization_config` of config.json
+    files    for each tensor its file
+    exact    exact numbers of the headers, by layer and name
+    """
 
     def __init__(self, folder: str | Path) -> None:
         from safetensors import safe_open
@@ -228,7 +242,9 @@ class Folder:
         try:
             self.config = json.loads((self.path / CONFIG).read_text())["quantization_config"]
         except (OSError, KeyError, ValueError):
-            raise ValueError(f"{folder}: no {CONFIG} with a quantization_config; name a folder of codes") from None
+            raise ValueError(
+                f"{folder}: no {CONFIG} with a quantization_config; pass a folder of compressed-tensors"
+            ) from None
         if self.config.get("quant_method") != compressed.METHOD:
             method = self.config.get("quant_method")
             raise ValueError(f"{folder}: quant_method is {method!r}, expected {compressed.METHOD!r}; convert it first")
@@ -240,7 +256,7 @@ class Folder:
                 self.exact |= {name: exact_of(text) for name, text in ours.items()}
 
     def layers(self) -> list[str]:
-        """Names of the layers that hold codes."""
+        """Return the names of the layers whose weights are codes."""
         return [name.removesuffix(".weight_scale") for name in self.files if name.endswith(".weight_scale")]
 
     def tensor(self, name: str) -> Tensor:
@@ -257,7 +273,7 @@ class Folder:
         return StoredLayer(compressed.decode(given, scheme["weights"], exact), scheme, given, exact)
 
     def others(self) -> list[str]:
-        """Names of all tensors that belong to no layer with codes."""
+        """Return the names of all other tensors, in the files."""
         own = {f"{layer}.{key}" for layer in self.layers() for key in compressed.NAMES}
         return [name for name in self.files if name not in own]
 
@@ -266,21 +282,21 @@ class Folder:
 def load_compressed(
     model: nn.Module, folder: str | Path, recipe: Any = None, *, mode: Mode | None = None
 ) -> list[str]:  # fmt: skip
-    """Load a folder of compressed-tensors into a plain model; linears with codes in the folder keep these codes.
+    """Load a folder of compressed-tensors into a plain model. Linears with codes in the folder get quantized weights.
 
     Args:
-        model: plain model with the layer names of the folder, with memory.
-        folder: folder that `dlp.save_compressed`, `launch.convert_hf export --codes` or another program wrote.
-        recipe: recipe that quantizes x as in training, or a function from the name of a layer to a recipe; None: x is
-            quantized as config.json says, with default options.
-        mode: "weight_only": x stays in high precision; "dynamic" or "static": as of `dlp.quantize_`; None: as config.json
-            says.
+        model: plain model with the layer names of the folder, not on the meta device.
+        folder: folder written by `dlp.save_compressed`, `launch.convert_hf export --codes` or another program.
+        recipe: recipe whose quantizer of x is used, for example the recipe of training; or a function that returns a recipe for
+            the name of a layer; None: x is quantized as config.json states, with default options.
+        mode: "weight_only": x stays in high precision; "dynamic" or "static": as in `dlp.quantize_`; None: as config.json
+            states.
 
     Returns:
-        Names of the layers that hold codes.
+        Names of the layers with quantized weights.
 
     Raises:
-        ValueError: for missing or unknown tensors, other shapes, and a recipe whose weights have another format.
+        ValueError: for missing or unknown tensors, for shapes that differ, and for a recipe whose weights have another format.
         ImportError: without the package safetensors.
 
     Examples:
@@ -306,7 +322,9 @@ def load_compressed(
     weights = {id(modules[name].weight) for name in layers}
     missing = [name for name, tensor in own.items() if id(tensor) not in loaded | weights]
     if missing:
-        raise ValueError(f"{folder}: no file has {missing[0]} ({len(missing)} in all); name the folder of this model")
+        raise ValueError(
+            f"{folder}: no file has {missing[0]} ({len(missing)} missing tensors); pass the folder of this model"
+        )
     for name in layers:
         _load_layer(read, name, modules[name], recipe, mode)
     for name in read.others():
@@ -315,6 +333,7 @@ def load_compressed(
 
 
 def _load_layer(read: Folder, name: str, module: Any, recipe: Any, mode: Mode | None) -> None:
+    """Set the weight of a linear to a quantized weight of the folder; arguments as of `load_compressed`."""
     stored, device = read.layer(name), module.weight.device
     q, x = stored.q, stored.scheme["input_activations"]
     if q.shape != tuple(module.weight.shape):

@@ -1,9 +1,9 @@
-"""export: copy the trained values of a converted model into a plain model.
+"""export: copy parameters and buffers of a converted model into a plain model.
 
-    plain = dlp.export(model, build())              nn.Linears, on every rank
-    dlp.quantize_(plain, "qat", mode="dynamic")     the codes that a qat recipe trained for; or a config of torchao
+    plain = dlp.export(model, build())              the full model with nn.Linears, on every rank
+    dlp.quantize_(plain, "qat", mode="dynamic")     optional: quantize as the recipe qat simulated in training
 
-The model may be on any mesh: sharded tensors are gathered.
+The converted model may be on any mesh: sharded tensors are gathered.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Plain = TypeVar("Plain", bound=nn.Module)
 
 @torch.no_grad()
 def export(model: nn.Module, into: Plain) -> Plain:
-    """Copy parameters and buffers of a model, however converted and sharded, into a plain model.
+    """Copy parameters and buffers of a converted or sharded model into a plain model.
 
-    All ranks call `export`; each rank receives the complete model.
+    All ranks call `export`; each rank gets the full model.
 
     Args:
         model: source.
-        into: new model from the code that built `model` before conversion, with equal names, shapes and dtypes.
+        into: plain model, built by the same code as `model` before conversion, with equal names, shapes and dtypes.
 
     Returns:
         `into`.
 
     Raises:
-        ValueError: before anything is written, for layers of dlp or codes in `into`; for names, shapes or dtypes that differ;
-            for parameters that are tied in `into` and differ in `model`; and for layers of `model` that hold only codes (use
-            `dlp.quantized_state_dict`).
+        ValueError: before anything is written, for layers of dlp or quantized weights in `into`; for names, shapes or dtypes
+            that differ; for parameters that are tied in `into` but have different values in `model`; and for quantized-only
+            weights in `model` (use `dlp.quantized_state_dict`).
 
     Examples:
         >>> model, plain = nn.Sequential(nn.Linear(64, 64)), nn.Sequential(nn.Linear(64, 64))
@@ -81,7 +81,7 @@ def export(model: nn.Module, into: Plain) -> Plain:
 
 
 def _check_ties(into: nn.Module, whole: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for names of one tied parameter of `into` with different values in `whole`."""
+    """Raise ValueError for a parameter that is tied in `into`, but has different values under its names in `whole`."""
     first: dict[int, str] = {}
     for name, parameter in into.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)

@@ -1,14 +1,15 @@
-"""freeze: make layers of a converted model forward-only, with the rowwise codes of their weights as the only copy.
+"""freeze: make layers of a converted model forward-only. Only the rowwise codes and scales of their weights remain.
 
     weight_only   x is not quantized, and the GEMM decodes weights
-    dynamic       x is cast by the recipe, with a scale computed in each forward
-    static        x is cast with the scale from `calibrate`, one for the whole tensor
+    dynamic       x is cast by the recipe, with scales computed in each forward
+    static        x is cast with one scale for the tensor, which `calibrate` has computed
 
-If the recipe quantizes y, y is rounded: in dynamic mode as in training, in static mode with the scale of y from `calibrate`.
-Zero points of int8 rows are folded into the integer sums of the GEMM (`dlp.kernels.reference.gemm_int8_rowwise`). Other pairs
-of codes without a kernel are decoded, and the plan says so.
+If the recipe quantizes y, y is quantized and decoded: in dynamic mode as in training, in static mode with the scale of y from
+`calibrate`. Zero points of int8 rows are folded into the integer sums of the GEMM
+(`dlp.kernels.reference.gemm_int8_rowwise`). If no kernel multiplies the formats of x and w, both are decoded; a note in the
+plan says so.
 
-Scales of weights are agreed over tp, so that the codes equal the codes of the full weight, on any mesh
+The tp ranks agree on the scales of weights, so that codes equal the codes of the unsharded weight, on any mesh
 (`dlp.flows.codes`).
 """
 
@@ -38,14 +39,14 @@ from dlp.quant.static import StaticScaling, fits, reach_of
 from dlp.quant.tensor import Format, QuantizedTensor, Shape
 
 Mode = Literal["weight_only", "dynamic", "static"]
-SCALE = "scale"  # x_scale, y_scale: buffer of the calibrated multiplier of a cast to E4M3, also in saved codes
-RANGE = "range"  # x_range, y_range: buffer of the smallest and the largest value
-AMAX = "amax"  # x_amax, y_amax: static range in saved codes
+SCALE = "scale"  # x_scale, y_scale: multiplier of a static cast to E4M3, a buffer of `calibrate` and an entry of saved codes
+RANGE = "range"  # x_range, y_range: smallest and largest value, a buffer of `calibrate`
+AMAX = "amax"  # x_amax, y_amax: amax or range of a static cast, an entry of saved codes
 
 
 @dataclass(frozen=True)
 class Nothing(Format):
-    """Format of an operand that is never read: it has no parts."""
+    """Format without parts, of an operand that is never read."""
 
     name = "none"
     parts = ()
@@ -58,7 +59,7 @@ class Nothing(Format):
 
 @dataclass(frozen=True)
 class NotMade:
-    """Quantizer of the columnwise operand of a frozen weight, which has no backward."""
+    """Quantizer that returns an operand without parts: for the columnwise operand of a frozen weight, which has no backward."""
 
     format: ClassVar[Format] = Nothing()
     reduces: ClassVar[tuple[int, ...]] = ()
@@ -75,7 +76,8 @@ class NotMade:
 
 
 def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
-    """Raise ValueError for an unknown mode, and for a mode that the recipe does not support."""
+    """Raise ValueError for an unknown mode, and for a mode that the recipe does not support. asked_by: beginning of the
+    message."""
     if mode not in get_args(Mode):
         raise ValueError(f"{asked_by}: mode must be one of {', '.join(get_args(Mode))}; got {mode!r}")
     if recipe.w.rowwise.format.keeps_source:
@@ -97,7 +99,7 @@ def check_mode(recipe: Recipe, mode: str, asked_by: str) -> None:
 
 
 def refuse_y(recipe: Recipe, mode: str, name: str) -> None:
-    """Raise ValueError for a recipe that quantizes y in this mode: a weight of codes in a plain nn.Linear casts x alone."""
+    """Raise ValueError for a recipe that quantizes y in this mode: a plain nn.Linear with a quantized weight casts only x."""
     if recipe.y is not None and mode != "weight_only":
         raise ValueError(
             f"{name}: {recipe} quantizes y, which an nn.Linear with codes returns in high precision: call dlp.convert and "
@@ -106,13 +108,13 @@ def refuse_y(recipe: Recipe, mode: str, name: str) -> None:
 
 
 def casts(recipe: Recipe) -> dict[str, Quantizer]:
-    """Return the quantizers of x and y in a forward; without y if the recipe does not quantize y."""
+    """Return the quantizers that a forward applies to "x" and, if the recipe quantizes y, to "y"."""
     found = {"x": recipe.x.rowwise, "y": recipe.y}
     return {tensor: quantizer for tensor, quantizer in found.items() if quantizer is not None}
 
 
 def cast_in(quantizer: Quantizer, mode: str) -> Quantizer | None:
-    """Quantizer of x or y in this mode; None: the tensor is not cast."""
+    """Return the quantizer of x or y in this mode, given the quantizer of the recipe; None: the tensor is not cast."""
     if mode == "weight_only":
         return None
     if mode == "dynamic":
@@ -121,12 +123,12 @@ def cast_in(quantizer: Quantizer, mode: str) -> Quantizer | None:
 
 
 def scale_name(tensor: str, quantizer: Quantizer) -> str:
-    """Return the name of the static scale of x or y in saved codes."""
+    """Return the name of the static scale of `tensor`, "x" or "y", in saved codes."""
     return f"{tensor}_{AMAX if isinstance(quantizer, StaticScaling) else SCALE}"
 
 
 def frozen_recipe(recipe: Recipe, mode: str) -> Recipe:
-    """The forward of `recipe` in this mode, as a recipe."""
+    """Return the recipe of a layer that is frozen by `recipe` in this mode. Gradients are not quantized."""
     keep = KeepHighPrecision()
     made = {tensor: cast_in(quantizer, mode) for tensor, quantizer in casts(recipe).items()}
     w, x = Operand(recipe.w.rowwise, NotMade()), both(made["x"] or keep)
@@ -135,24 +137,25 @@ def frozen_recipe(recipe: Recipe, mode: str) -> Recipe:
 
 
 def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") -> list[str]:
-    """Replace weights of matching layers by codes; afterwards these layers run forward only.
+    """Replace the weights of matching layers by codes and scales. Afterwards these layers run forward only.
 
-    The high-precision values are freed; the parameters read as NaN and get no gradient. All ranks call `freeze`.
+    The high-precision values are freed: the parameters remain, with values NaN and without gradients. All ranks call `freeze`.
 
     Args:
         model: converted model.
         pattern: pattern of module names, as in a layer group.
         recipe: name of a recipe, a dict with options, or a `Recipe`.
-        mode: "weight_only": GEMMs read decoded weights; "dynamic": x is quantized in each forward; "static": x is quantized
-            with the scales of `dlp.calibrate`. If the recipe quantizes y, y is quantized and decoded in the same mode.
+        mode: "weight_only": x is not quantized, and the GEMM decodes weights; "dynamic": x is quantized with scales computed in
+            each forward; "static": x is quantized with the scales of `dlp.calibrate`. If the recipe quantizes y, y is quantized
+            and decoded in the same mode.
 
     Returns:
         Names of the frozen layers.
 
     Raises:
         ValueError: before anything is changed, for a pattern that matches no layer, a recipe that does not support `mode`,
-            static without `dlp.calibrate`, weights that FSDP shards, that another module shares or that are codes already,
-            and layers of a CUDA graph.
+            mode "static" without `dlp.calibrate`, weights that FSDP manages, that another module shares or that are
+            quantized-only already, and layers that are captured in a CUDA graph.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -172,7 +175,7 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
         core.session.check_not_graphed([core])
     for core in cores:
         _freeze(core, specs[core])
-    for name in reversed(names) if mode == "static" else ():  # siblings share x: the first layer decides
+    for name in reversed(names) if mode == "static" else ():  # the first sibling sets their shared scale of x last
         scales = calibrated(modules[name], name, chosen[name])
         for (_, slots), scale in zip(static_slots(modules[name]).items(), scales.values(), strict=True):
             for slot in slots:
@@ -181,9 +184,11 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
 
 
 def calibrated(module: nn.Module, name: str, recipe: Recipe) -> dict[str, Tensor]:
-    """Return the static scales of x and y of a layer by tensor, as the casts of `recipe` read the scales, from the buffers
-    of `calibrate`: `x_scale` fp32 [], or `reach_of` the `x_range`. Raises ValueError for a missing buffer, and for a buffer
-    that was rounded to another dtype."""
+    """Return the static scales of a layer for the casts of `recipe`, by tensor ("x", "y").
+
+    A scale is computed from a buffer of `calibrate`: it is `x_scale`, fp32 [], for per-tensor FP8, else `reach_of` `x_range`.
+    Raises ValueError for a missing buffer, and for a buffer that is no longer fp32.
+    """
     made = dict[str, Tensor]()
     for tensor, quantizer in casts(recipe).items():
         buffer = f"{tensor}_{RANGE if fits(quantizer) else SCALE}"
@@ -205,6 +210,7 @@ def calibrated(module: nn.Module, name: str, recipe: Recipe) -> dict[str, Tensor
 def _check(
     model: nn.Module, name: str, modules: Mapping[str, ParallelLinear], recipe: Recipe, mode: str, names: list[str]
 ) -> None:  # fmt: skip
+    """Raise ValueError for a layer that cannot be frozen. names: all layers to freeze; modules: all converted layers."""
     core = modules[name].core
     if mode == "static":
         calibrated(modules[name], name, recipe)
@@ -238,8 +244,8 @@ def _freeze(core: LinearCore, spec: LinearSpec) -> None:
 
 
 def static_slots(module: ParallelLinear) -> dict[str, list[Tensor]]:
-    """Return the static scales of a frozen layer in the table of the model, by the name in saved codes. Siblings share the
-    scale of x; siblings in one module have equal scales of y."""
+    """Return the static scales of a frozen layer, views of the model's table of scales, by their names in saved codes. Siblings
+    share one scale of x; siblings in one module have several scales of y, with equal values."""
     core, found = module.core, dict[str, list[Tensor]]()
     mine = [name for name, member in zip(core.spec.members, core.members, strict=True) if member.module is module]
     for tensor, quantizer in casts(core.spec.recipe).items():

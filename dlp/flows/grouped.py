@@ -1,21 +1,20 @@
-"""GroupedLinear: a bank of linears [E, N, K], one for each expert, over tokens that are sorted by expert.
+"""GroupedLinear: E linears [N, K], one for each expert of a mixture of experts, for tokens that are sorted by expert.
 
-    x   rows of expert 0, then of expert 1, ...      [M, K]
-    y   rows of x times the weight of their expert   [M, N]
+    x [M, K]      rows of expert 0, then rows of expert 1, ...
+    y [M, N]      each row of x, multiplied by the weight of its expert
+    offsets [E]   index at which the rows of each expert end; an expert may have no rows
 
-    offsets [E]   the end of each expert's rows; an expert may have none
-
-Each expert is a separate linear (`bank[e]`, a parameter `e.weight` [N, K]), so that recipes, tensor parallelism, quantized
-gathers of FSDP, delayed scales, checkpoints and `dlp.quantize_` treat an expert like any other linear, with the bits of a
-linear that is called with the rows of the expert. An expert without rows also runs: the expert takes part in collectives and
+Each expert is a separate linear (`bank[e]`, with a parameter `e.weight` [N, K]). Recipes, tensor parallelism, quantized gathers
+of FSDP, delayed scales, checkpoints and `dlp.quantize_` treat an expert like any other linear, and results are bitwise equal to
+those of this linear, called with the rows of the expert. An expert without rows also runs: it takes part in collectives and
 gets a gradient of zeros, which FSDP needs on every rank.
 
-GEMMs run as one `torch.nn.functional.grouped_mm` on a GPU if all experts are in bf16 and unsharded. On sm_90, fprop and dgrad
-of rowwise FP8 run as one `torch.nn.functional.scaled_grouped_mm` each (`dlp.flows.grouped_fp8`); a note of the plan says so, or
-gives the reason against it. Else one expert runs after the other. Routing and the transfer of tokens between ranks are left to
-the user.
+On a GPU, if all experts are in bf16 and unsharded, they run as one `torch.nn.functional.grouped_mm`, which may round
+differently. On sm_90, with rowwise FP8, fprop of all experts is one `torch.nn.functional.scaled_grouped_mm`, and dgrad another
+(`dlp.flows.grouped_fp8`); a note of the plan says so, or gives the reason against it. Otherwise the experts run one after the
+other. Routing and the transfer of tokens between ranks are left to the user.
 
-    dlp.group_experts(model)     the experts of Mixtral and Qwen3-MoE (transformers), as banks
+    dlp.group_experts(model)     replaces the experts of Mixtral and Qwen3-MoE (transformers) by GroupedLinears
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ class GroupedLinear(nn.ModuleList):
     """Apply y = x @ weight[e].T + bias[e] to the rows of each expert e.
 
     Args:
-        num_experts: number E of linears.
+        num_experts: number E of experts.
         in_features: size K of the last dimension of x.
         out_features: size N of the last dimension of y.
         bias: whether each expert has a bias.
         style: "local", "column" or "row": experts are `dlp.Linear`, `dlp.ColumnParallelLinear` or `dlp.RowParallelLinear`;
-            None: experts are `nn.Linear`, which `dlp.convert` or `dlp.quantize_` may change (names `NAME.0`, `NAME.1`, ...).
+            None: experts are `nn.Linear`, which `dlp.convert` or `dlp.quantize_` can replace (names `NAME.0`, `NAME.1`, ...).
         **options: options of the linears, such as recipe, tp, device and dtype.
 
     Shape:
         - x: [M, K], rows sorted by expert
-        - offsets: int32 or int64 [E], end of the rows of each expert; the last one is M
+        - offsets: int32 or int64 [E], index at which the rows of each expert end; the last one is M
         - y: [M, N]
 
     Raises:
-        ValueError: for an unknown style, for no experts, and for token shards (sequence parallelism).
+        ValueError: for an unknown style, for num_experts below 1, and for sequence parallelism, which shards tokens.
 
     Examples:
         >>> bank = dlp.GroupedLinear(4, 64, 128, style="local", recipe="fp8_current")
@@ -78,7 +77,7 @@ class GroupedLinear(nn.ModuleList):
         super().__init__(kind(in_features, out_features, bias, **options) for _ in range(num_experts))
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """x [M, K], offsets [E] -> y [M, N]."""
+        """Compute y [M, N] from x [M, K] and offsets [E]."""
         if x.dim() != 2 or not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64):
             kind = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
             raise ValueError(
@@ -93,6 +92,7 @@ class GroupedLinear(nn.ModuleList):
         return torch.cat([expert(rows) for expert, rows in zip(self, x.split(sizes), strict=True)])
 
     def _sizes(self, x: Tensor, offsets: Tensor) -> list[int]:
+        """Return the number of rows of each expert. Raises ValueError for invalid offsets, and for sequence parallelism."""
         ends = offsets.flatten().tolist()
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         if offsets.dim() != 1 or len(sizes) != len(self) or min(sizes) < 0 or ends[-1] != x.shape[0]:
@@ -109,12 +109,12 @@ class GroupedLinear(nn.ModuleList):
         return sizes
 
     def multiplies_grouped(self, x: Tensor) -> bool:
-        """Whether all experts run as one grouped GEMM: bf16 x on a GPU, experts in bf16 or in high precision, unsharded."""
+        """Whether all experts run as one grouped GEMM: x is bf16 on a GPU, and experts are neither quantized nor sharded."""
         return x.is_cuda and x.dtype is torch.bfloat16 and all(_groups(expert) for expert in self)
 
     def _multiplies_rowwise(self, x: Tensor) -> bool:
-        """Whether fprop and dgrad run as grouped GEMMs of rowwise FP8. A note of the plan gives the reason against them, except
-        in compiled code, where a log would break the graph."""
+        """Whether fprop and dgrad run as grouped GEMMs of rowwise FP8. A note of the plan states the result with the reason,
+        except in compiled code, where logging would break the graph."""
         cores = [expert.core for expert in self if isinstance(expert, ParallelLinear)]
         compiling = torch.compiler.is_dynamo_compiling()
         if compiling or len(cores) < len(self) or not grouped_fp8.are_rowwise(cores):
@@ -127,7 +127,7 @@ class GroupedLinear(nn.ModuleList):
         return not why
 
     def _grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """One GEMM; weights are stacked, which copies them once. torch's grouped kernel may round sums differently from
+        """Run all experts as one grouped GEMM, on a stacked copy of the weights. torch's kernel may round differently than
         separate linears."""
         weights = torch.stack([_values(expert).to(x.dtype) for expert in self])
         y = F.grouped_mm(x, weights.transpose(1, 2), offs=offsets.to(x.device, torch.int32))
@@ -138,12 +138,12 @@ class GroupedLinear(nn.ModuleList):
         return y + biases.repeat_interleave(sizes, 0, output_size=x.shape[0])
 
     def stacked(self) -> Tensor:
-        """The full weights [E, N, K], gathered from any mesh, in high precision. All ranks call `stacked`."""
+        """Return the full weights [E, N, K] in high precision, gathered from any mesh. All ranks call `stacked`."""
         return torch.stack([_full(expert.weight.detach()) for expert in self])  # type: ignore[operator]
 
     @classmethod
     def of(cls, weights: Tensor) -> GroupedLinear:
-        """A bank of `nn.Linear` with these weights [E, N, K]."""
+        """Create a GroupedLinear of `nn.Linear`s with these weights [E, N, K]."""
         count, features, columns = weights.shape
         bank = cls(count, columns, features, device="meta", dtype=weights.dtype)
         for expert, weight in zip(bank, weights, strict=True):
@@ -153,6 +153,7 @@ class GroupedLinear(nn.ModuleList):
 
 
 def _groups(expert: nn.Module) -> bool:
+    """Whether an expert can be part of a grouped GEMM in bf16: its weight is neither quantized nor sharded."""
     if isinstance(expert, ParallelLinear):
         spec = expert.core.spec
         quantized = any(not quantizer.format.keeps_source for quantizer in spec.recipe.quantizers())
@@ -177,10 +178,10 @@ def _full(parameter: Tensor) -> Tensor:
 
 
 class GroupedExperts(nn.Module):
-    """The experts of a mixture-of-experts block of transformers, as three banks.
+    """The experts of a mixture-of-experts block of transformers, as three `GroupedLinear`s.
 
-    gate_proj, up_proj   GroupedLinear H -> I
-    down_proj            GroupedLinear I -> H
+    gate_proj, up_proj   hidden_size H -> intermediate_size I
+    down_proj            I -> H
     """
 
     def __init__(self, experts: Any) -> None:
@@ -190,7 +191,8 @@ class GroupedExperts(nn.Module):
         self.down_proj, self.act_fn = GroupedLinear.of(experts.down_proj), experts.act_fn
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H]. An index E stands for no expert."""
+        """Compute the output [T, H] from hidden_states [T, H], top_k_index and top_k_weights, each [T, k]. The index E means
+        that no expert is chosen."""
         count, expert = len(self.gate_proj), top_k_index.flatten()
         order = expert.argsort(stable=True)
         offsets = torch.bincount(expert, minlength=count)[:count].cumsum(0)
@@ -203,10 +205,10 @@ class GroupedExperts(nn.Module):
 
 
 def group_experts(model: nn.Module) -> list[str]:
-    """Replace the experts of Mixtral and Qwen3-MoE models of transformers by banks of linears.
+    """Replace the experts of Mixtral and Qwen3-MoE models of transformers by `dlp.GroupedLinear`s.
 
-    Call `group_experts` before `dlp.convert`, whose layer groups then match `...experts.gate_proj.*`, `up_proj.*` (style
-    "column") and `down_proj.*` (style "row"), and before `dlp.quantize_`.
+    Call `group_experts` before `dlp.convert` and `dlp.quantize_`. Layer groups then match the experts by
+    `**.experts.gate_proj.*` and `**.experts.up_proj.*` (style "column") and `**.experts.down_proj.*` (style "row").
 
     Args:
         model: plain model, changed in place.
@@ -237,7 +239,7 @@ def group_experts(model: nn.Module) -> list[str]:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Return whether a module holds 3-D expert weights in the form of Mixtral and Qwen3-MoE of transformers 5."""
+    """Return whether a module has 3-D expert weights, as Mixtral and Qwen3-MoE of transformers 5 do."""
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and hasattr(module, "act_fn")):
         return False

@@ -1,11 +1,12 @@
-"""Linears of a bank of experts as one autograd function, whose fprops run as one grouped GEMM, and dgrads as another.
+"""The experts of a `GroupedLinear` as one autograd function: all fprops run as one grouped GEMM, and all dgrads as another.
 
-    y    rows of e [m_e, N] = x rows of e [m_e, K] @ w_e [N, K].T       one launch for all experts e
-    dx   rows of e [m_e, K] = dy rows of e [m_e, N] @ w_e [N, K]        one launch for all experts e
-    dw_e [N, K]             = dy rows of e.T @ x rows of e              one GEMM for each expert (`dlp.kernels.grouped`)
+    y_e  [m_e, N] = x_e [m_e, K] @ w_e [N, K].T       one launch for all experts e (`dlp.kernels.grouped`)
+    dx_e [m_e, K] = dy_e [m_e, N] @ w_e [N, K]        one launch for all experts e
+    dw_e [N, K]   = dy_e.T @ x_e                      one GEMM for each expert
 
-Everything besides these launches is the forward and backward of each linear (`dlp.parallel.linear.autograd`), with a `Finish`
-that collects fprop or dgrad. The launch reads the codes of all experts from one tensor, into which they are copied.
+x_e are the m_e rows of x of expert e. Everything but the two grouped launches is done by the forward and backward of each
+linear (`dlp.parallel.linear.autograd`), which run with a `Finish` that collects the operands of fprop or dgrad instead of
+multiplying. The codes of all experts are then copied into one tensor, which the launch reads.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from dlp.runtime.function import Passes, apply_pass, autocasts, opaque, refuse_t
 
 
 def _formats(spec: LinearSpec) -> list[Format]:
-    """The formats of the operands of fprop and dgrad."""
+    """Return the formats of both operands of fprop and of both operands of dgrad."""
     return [quantizer.format for which in ("fprop", "dgrad") for quantizer in spec.recipe.operands(which)]
 
 
 def are_rowwise(cores: Sequence[LinearCore]) -> bool:
-    """Return whether fprop and dgrad of all layers multiply rowwise FP8."""
+    """Return whether fprop and dgrad of all layers have rowwise FP8 operands."""
     return all(each.gemm_kind == "fp8_rowwise" for core in cores for each in _formats(core.spec))
 
 
@@ -44,7 +45,7 @@ def obstacle(cores: Sequence[LinearCore], x: Tensor) -> str:
     gemms = {(spec.recipe.fprop, spec.recipe.dgrad) for spec in specs}
     out_dtypes = {gemm.out_dtype for both in gemms for gemm in both}
     if opaque() or autocasts(x) or active_region() is not None:
-        return "grouped GEMMs run without dispatch modes, torch.autocast and dlp.autocast"
+        return "grouped GEMMs do not run under dispatch modes, torch.autocast and dlp.autocast"
     if x.dtype is not torch.bfloat16 or not out_dtypes <= {None, torch.bfloat16}:
         return "the grouped GEMM returns bf16"
     if any(format.parts[0].dtype is not torch.float8_e4m3fn for spec in specs for format in _formats(spec)):
@@ -59,7 +60,11 @@ def obstacle(cores: Sequence[LinearCore], x: Tensor) -> str:
 
 
 class _Collected:
-    """fprop or dgrad of all experts, to be launched as one GEMM."""
+    """The operands of fprop or of dgrad of all experts, which are launched as one GEMM.
+
+    gemms    for each expert: its rows of x or dy, and the `Gemm` with the weight
+    finish   passed to the forward or backward of each expert, so that they add to `gemms`
+    """
 
     def __init__(self) -> None:
         self.gemms = list[tuple[QuantizedTensor, Gemm]]()
@@ -68,13 +73,13 @@ class _Collected:
     def _collect(
         self, spec: LinearSpec, reduce: Any, operands: Sequence[Any], gemms: Sequence[Gemm], dtype: torch.dtype
     ) -> Tensor:
-        """In place of `token_gemm`: keep the GEMM; return a stand-in for the result, without memory."""
+        """Run in place of `token_gemm`: add the operands to `gemms`, and return a result on the meta device."""
         (a,), (gemm,) = operands, gemms
         self.gemms.append((a, gemm))
         return torch.empty(a.shape[0], gemm.b.shape[0], dtype=gemm.out_dtype, device="meta")
 
     def launch(self, ends: Tensor) -> Tensor:
-        """D [M, features] of all rows."""
+        """Launch the grouped GEMM and return the result [M, features] for the rows of all experts. ends: see `Bank`."""
         (a_codes, a_scales), (b_codes, b_scales) = (
             zip(*(operand.parts for operand in operands), strict=True)
             for operands in zip(*((a, gemm.b) for a, gemm in self.gemms), strict=True)
@@ -86,11 +91,11 @@ class _Collected:
 
 
 class Bank(NamedTuple):
-    """One call of a bank.
+    """One call of a `GroupedLinear`.
 
-    runs    the call of each expert
-    sizes   number of rows of each expert
-    ends    int32 [E] on the device of x: the end of the rows of each expert
+    runs    for each expert the arguments of its forward and backward (`autograd.Run`)
+    sizes   for each expert its number of rows
+    ends    for each expert the index at which its rows end; int32 [E] on the device of x
     """
 
     runs: Sequence[autograd.Run]
@@ -99,7 +104,7 @@ class Bank(NamedTuple):
 
 
 def _forward(ctx: Any, bank: Bank, tensors: Sequence[Any]) -> tuple[Tensor]:
-    """[x, *weights] -> y [M, N]."""
+    """Compute y [M, N] from tensors = [x, *weights]. ctx: context of autograd; None: there will be no backward."""
     (x, *weights), collected = tensors, _Collected()
     saved = list[tuple[Tensor, ...]]()
     contexts = [SimpleNamespace(save_for_backward=lambda *kept: saved.append(kept)) for _ in weights]
@@ -112,7 +117,7 @@ def _forward(ctx: Any, bank: Bank, tensors: Sequence[Any]) -> tuple[Tensor]:
 
 
 def _backward(ctx: Any, bank: Bank, dys: Sequence[Tensor | None]) -> Sequence[Any]:
-    """dy [M, N] -> the gradients of [x, *weights]."""
+    """Compute the gradients of [x, *weights] from dys = [dy [M, N]]."""
     (dy,), saved, collected = dys, iter(ctx.saved_tensors), _Collected()
     assert dy is not None, "the only result has a gradient"
     dxs, dws, needs = list[Any](), list[Any](), ctx.needs_input_grad
@@ -125,7 +130,7 @@ def _backward(ctx: Any, bank: Bank, dys: Sequence[Tensor | None]) -> Sequence[An
         dws.append(dw)
     if not needs[2]:
         return [None, *dws]
-    # A backward under a dispatch mode has run the GEMMs of each expert
+    # Under a dispatch mode the backward of each expert has run its own dgrad, and nothing was collected.
     return [collected.launch(bank.ends) if collected.gemms else torch.cat(dxs), *dws]
 
 
@@ -133,7 +138,7 @@ BANK = Passes(_forward, _backward)
 
 
 def _prepared(core: LinearCore, rows: Tensor) -> tuple[autograd.Run, Tensor]:
-    """The call of an expert, as `LinearCore.__call__` makes it, and the parameter of the weight."""
+    """Return the `autograd.Run` of an expert, prepared as in `LinearCore.__call__`, and the parameter of its weight."""
     bound, weights, parameters = active_spec(core), core.weights, core.parameters()
     cast_weights = weights.operands_for(bound, rows.dtype)
     if weights.held:
@@ -143,7 +148,7 @@ def _prepared(core: LinearCore, rows: Tensor) -> tuple[autograd.Run, Tensor]:
 
 
 def multiply(cores: Sequence[LinearCore], x: Tensor, sizes: list[int], offsets: Tensor) -> Tensor:
-    """x [M, K], the rows of each expert in order -> y [M, N]; only without an `obstacle`."""
+    """Compute y [M, N] from x [M, K], whose rows are sorted by expert. Call this function only if `obstacle` returns ""."""
     refuse_transforms(cores[0].spec.name)
     runs, weights = zip(*map(_prepared, cores, x.split(sizes)), strict=True)
     bank = Bank(runs, sizes, offsets.to(x.device, torch.int32, non_blocking=True))

@@ -1,13 +1,13 @@
-"""pack_int4: int4 weights in groups, in the layout of torch's own int4 GEMM, for fast forward passes on a CPU.
+"""pack_int4: convert int4 weights to the layout of torch's int4 GEMM, for fast forward passes on a CPU.
 
-    dlp.quantize_(model, dlp.recipe("qat", weight="int4 group 128"))     int4 codes; a GPU multiplies few tokens by the codes,
-                                                                         and a CPU decodes the codes in each forward
+    dlp.quantize_(model, dlp.recipe("qat", weight="int4 group 128"))     int4 codes. A GPU kernel for few tokens reads them; a
+                                                                         CPU decodes the weights in each forward
     dlp.pack_int4(model)                                                 torch's CPU kernel reads the codes
 
-    y = x @ ((codes - 8) * scale + zero).T      codes 0 to 15, scale and zero in bf16, one pair for each group
+    y = x @ ((codes - 8) * scale + zero).T      codes 0 to 15; scale and zero in bf16, one of each for a group of K
 
-The kernel reads bf16 scales and rounds decoded weights to bf16, so that results differ from those of `dlp.quantize_` by the
-rounding of bf16.
+The kernel reads bf16 scales and rounds decoded weights to bf16. Results therefore differ from those of `dlp.quantize_` by bf16
+rounding.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ GROUPS = (32, 64, 128, 256)  # group sizes that torch's kernel supports
 
 
 class PackedInt4Linear(nn.Module):
-    """Linear with int4 weights in the layout of torch's kernel, for forward passes in bf16. `dlp.pack_int4` builds it.
+    """Linear with int4 weights in the layout of torch's CPU kernel, for forward passes in bf16. `dlp.pack_int4` creates it.
 
     packed            codes, in the layout of torch's CPU kernel
-    scale_and_zero    bf16 [K / group, N, 2]
+    scale_and_zero    scale and zero of each group, bf16 [K / group, N, 2]
     """
 
     packed: Tensor
@@ -45,7 +45,7 @@ class PackedInt4Linear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] in bf16 -> y [..., N]."""
+        """Compute y [..., N] from x [..., K] in bf16."""
         if x.dtype is not torch.bfloat16 or x.is_cuda or self.packed.is_cuda:
             raise ValueError(
                 f"x of packed int4 weights must be bf16 on a CPU; got {x.dtype} on {x.device}, and weights on "
@@ -65,9 +65,9 @@ class PackedInt4Linear(nn.Module):
 def pack_int4(model: nn.Module) -> list[str]:
     """Replace linears with int4 weights in groups by linears that run torch's int4 GEMM on a CPU.
 
-    The linears run forward only, in bf16. Call `pack_int4` after `dlp.quantize_` in mode "weight_only" or
-    `dlp.load_quantized_state_dict`; packed models are not saved as codes. On a GPU linears of `dlp.quantize_` multiply up to 8
-    tokens by the codes themselves, without `pack_int4`.
+    Packed linears run forward only, in bf16. Call `pack_int4` after `dlp.quantize_` in mode "weight_only" or after
+    `dlp.load_quantized_state_dict`; save codes before, since packed models cannot be saved as codes. On a GPU `pack_int4` is
+    not needed: there the kernel for up to 8 tokens reads the codes of `dlp.quantize_` directly.
 
     Args:
         model: plain model after `dlp.quantize_`, changed in place.
@@ -76,8 +76,8 @@ def pack_int4(model: nn.Module) -> list[str]:
         Names of the packed linears. Linears with weights of other formats stay as they are.
 
     Raises:
-        ValueError: before anything is changed, if no linear has int4 weights in groups; for weights on a GPU, a group that
-            the kernel does not know, N that is no multiple of 16, and x that is quantized, too.
+        ValueError: before anything is changed, if no linear has int4 weights in groups; for weights on a GPU, for a group size
+            that the kernel does not support, for an N that is no multiple of 16, and if x is also quantized.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 64)).bfloat16()
@@ -102,8 +102,8 @@ def pack_int4(model: nn.Module) -> list[str]:
             raise ValueError(
                 f"pack_int4: {name} has a weight [{rows}, {columns}] in groups of {use.format.group}"
                 f"{', and its x is quantized' if use.activation is not None else ''}; torch's kernel takes groups of "
-                f"{', '.join(map(str, GROUPS))} that divide K, N in multiples of 16, and x in bf16: quantize otherwise (mode "
-                f"'weight_only'), or exclude the layer with filter_fn"
+                f"{', '.join(map(str, GROUPS))} that divide K, N in multiples of 16, and x in bf16: quantize with another "
+                f"group or in mode 'weight_only', or exclude the layer with filter_fn"
             )
     for name, module in found.items():
         model.set_submodule(name, PackedInt4Linear(module.weight, module.bias))

@@ -1,12 +1,13 @@
-"""LoRA: fine-tuning by low-rank adapters of a frozen base, whose weights may be quantized-only.
+"""LoRA: fine-tune low-rank adapters of frozen linears, whose weights may be quantized-only.
 
-    y = base(x) + alpha / rank * lora_B(lora_A(x))      lora_A [rank, K], lora_B [N, rank], trained; base [N, K], frozen
+    y = base(x) + alpha / rank * lora_B(lora_A(x))      trained: lora_A [rank, K], lora_B [N, rank]; frozen: base [N, K]
 
-    dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       quantized base; one GPU, FSDP2, tp of torch
-    dlp.lora(model, ...); dlp.convert(model, dlp.lora_groups(model, groups), mesh)      tp and sequence parallelism
+    dlp.lora(model, rank=16, layers="**.{q,v}_proj", base="nvfp4")       quantized base; for one GPU, FSDP2, tp of torch
+    dlp.lora(model, ...); dlp.convert(model, dlp.lora_groups(model, groups), mesh)      for tp and sequence parallelism of dlp
 
-Under tp an adapter is sharded like its base, so that no further full-width collective is needed: for a column-parallel base
-lora_A is local and lora_B column-parallel; for a row-parallel base lora_A is row-parallel and lora_B local.
+Under tp an adapter is sharded like its base, so that the collectives of the adapter transfer only `rank` features of each
+token. If the base is column-parallel, lora_A is local and lora_B column-parallel. If the base is row-parallel, lora_A is
+row-parallel and lora_B local.
 
 Adapters are saved in the file format of Hugging Face's PEFT (adapter_config.json, adapter_model.safetensors).
 
@@ -38,15 +39,16 @@ from dlp.quant.patterns import match_names, must_match
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # prefix of every name in a PEFT file
-INTEGERS = re.compile("int[2-7]")  # bases that stand for the recipe qat with weights in groups of 32
+INTEGERS = re.compile("int[2-7]")  # values of `base` that mean the recipe qat with integer weights in groups of 32
 
 
 class LoRALinear(nn.Module):
-    """A linear with a low-rank adapter; `dlp.lora` replaces an `nn.Linear` by this module.
+    """A linear with a low-rank adapter. `dlp.lora` replaces an `nn.Linear` by this module.
 
-    base      the frozen linear
+    base      the frozen linear K -> N
     lora_A    nn.Linear K -> rank without bias
-    lora_B    nn.Linear rank -> N without bias, zero at first, so that the model starts unchanged
+    lora_B    nn.Linear rank -> N without bias, initialized with zeros, so that the model starts unchanged
+    dropout   applied to x before lora_A; None: no dropout
     """
 
     trained_linears = ("lora_A", "lora_B")  # `dlp.quantize_` leaves these linears in high precision
@@ -63,7 +65,7 @@ class LoRALinear(nn.Module):
         nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., K] -> y [..., N]."""
+        """Compute y [..., N] from x [..., K]."""
         dropped = x if self.dropout is None else self.dropout(x)
         y: Tensor = self.base(x)
         return y + self.lora_B(self.lora_A(dropped)) * self.scaling
@@ -73,6 +75,7 @@ class LoRALinear(nn.Module):
 
 
 def _dtype(base: nn.Linear) -> torch.dtype:
+    """Return the dtype of the adapter: the dtype of the base weight, or bf16 if that is not floating-point."""
     return base.weight.dtype if base.weight.dtype.is_floating_point else torch.bfloat16
 
 
@@ -80,26 +83,25 @@ def lora(
     model: nn.Module, rank: int = 8, alpha: float | None = None, layers: str | Sequence[str] = "**", *,
     base: Any = None, dropout: float = 0.0,
 ) -> list[str]:  # fmt: skip
-    """Freeze a model and give matching linears trainable low-rank adapters.
+    """Freeze a model, and add trainable low-rank adapters to matching linears.
 
     Call `lora` before `dlp.convert`, `fully_shard`, `torch.compile` and the construction of the optimizer.
 
     Args:
-        model: plain model, changed in place. Every parameter that it has is frozen.
+        model: plain model, changed in place. All its parameters are frozen.
         rank: rank of the adapters.
-        alpha: the adapter is scaled by alpha / rank; `rank` by default.
+        alpha: the output of an adapter is multiplied by alpha / rank; None: alpha = rank.
         layers: pattern of module names, as in a layer group, or several patterns.
-        base: recipe whose weight format holds the weights of these linears as codes ("nvfp4", "fp8_block", "int8", ...), as
-            `dlp.quantize_` does; "int4" is `dlp.recipe("qat", weight="int4 group 32")`, and "int2" to "int7" likewise; None:
-            weights stay as they are.
-        dropout: probability with which elements of x are dropped before the adapter.
+        base: recipe by which `dlp.quantize_` quantizes the weights of these linears ("nvfp4", "fp8_block", "int8", ...); "int4"
+            means `dlp.recipe("qat", weight="int4 group 32")`, and so on for "int2" to "int7"; None: weights are not quantized.
+        dropout: probability of dropout of x before the adapter.
 
     Returns:
-        Names of the linears that have an adapter.
+        Names of the linears that got an adapter.
 
     Raises:
         ValueError: before anything is changed, for a rank below 1, for patterns that match no `nn.Linear`, for layers of
-            `dlp.convert`, and for weights that the format cannot hold.
+            `dlp.convert`, and for weights that `base` cannot quantize.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -140,20 +142,21 @@ def lora(
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
-    """Name and module of every linear with an adapter."""
+    """Yield the name and the module of each linear with an adapter."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
 def lora_groups(model: nn.Module, groups: Sequence[LayerGroup], recipe: Any = "bf16") -> list[LayerGroup]:
-    """Return the layer groups for `dlp.convert` of a model with adapters.
+    """Return layer groups with which `dlp.convert` converts a model with adapters.
 
     Args:
         model: plain model after `dlp.lora`.
-        groups: groups for the model without adapters.
+        groups: layer groups for the model without adapters.
         recipe: recipe of lora_A and lora_B.
 
     Returns:
-        The same groups for base layers, under their new names and without siblings, then groups for lora_A and lora_B.
+        The given groups, with the new names of the base linears (`NAME.base`) and without siblings; then groups for lora_A and
+        lora_B.
 
     Raises:
         ValueError: for a pattern that matches no layer.
@@ -196,9 +199,10 @@ def lora_groups(model: nn.Module, groups: Sequence[LayerGroup], recipe: Any = "b
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> list[str]:
-    """Add every adapter to the weight of the base, and restore the plain linear.
+    """Add each adapter to the weight of its base, and put the plain linear back into the model.
 
-    The merged weight has the dtype of the adapter; codes are decoded first. Call `dlp.quantize_` afterwards for codes.
+    A quantized weight is decoded first. The merged weight has the dtype of the adapter; call `dlp.quantize_` afterwards to
+    quantize it.
 
     Args:
         model: model after `dlp.lora`, not converted and not sharded.
@@ -222,7 +226,8 @@ def merge_lora(model: nn.Module) -> list[str]:
     for name, module in found:
         if isinstance(module.base, ParallelLinear) or isinstance(module.lora_A.weight, DTensor):
             raise ValueError(
-                f"merge_lora: {name} is converted or sharded; dlp.save_lora, and dlp.load_lora into a plain model with adapters"
+                f"merge_lora: {name} is converted or sharded; call dlp.save_lora, then dlp.load_lora into a plain model with "
+                f"adapters, and merge there"
             )
     for name, module in found:
         a, b, base = module.lora_A.weight, module.lora_B.weight, module.base
@@ -237,19 +242,20 @@ def merge_lora(model: nn.Module) -> list[str]:
 
 
 def _whole(parameter: Tensor) -> Tensor:
+    """Return the full values of a parameter, gathered from any mesh, on the CPU."""
     values = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
     return values.detach().cpu().contiguous()
 
 
 def save_lora(model: nn.Module, folder: str | Path, base_model: str = "") -> None:
-    """Write the adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
+    """Write the adapters in the file format of PEFT: adapter_config.json and adapter_model.safetensors.
 
-    All ranks call `save_lora`; rank 0 writes the full adapters, from any mesh.
+    The model may be on any mesh. All ranks call `save_lora`; rank 0 writes the full adapters.
 
     Args:
         model: model with adapters.
         folder: folder, created if it does not exist.
-        base_model: name or path of the base model, for PEFT's config.
+        base_model: name or path of the base model, which PEFT reads from adapter_config.json.
 
     Raises:
         ValueError: for a model without adapters.
@@ -284,6 +290,7 @@ def save_lora(model: nn.Module, folder: str | Path, base_model: str = "") -> Non
     (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
+# Entries of adapter_config.json that `load_lora` supports with these values only
 UNSUPPORTED = {
     "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none", "modules_to_save": None,
     "rank_pattern": {}, "alpha_pattern": {},
@@ -295,12 +302,12 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
     """Load adapters that `save_lora` or PEFT wrote.
 
     Args:
-        model: model after `dlp.lora` with the same layers and rank; plain, or sharded by FSDP2.
+        model: model after `dlp.lora` with the same layers, rank and alpha; plain, or sharded by FSDP2.
         folder: folder with adapter_config.json and adapter_model.safetensors.
 
     Raises:
-        ValueError: before anything is loaded, for adapters of another kind (DoRA, rsLoRA, trained biases), rank, alpha or set
-            of layers.
+        ValueError: before anything is loaded, for adapters of another kind (DoRA, rsLoRA, trained biases), and for adapters
+            with another rank, alpha or set of layers.
         ImportError: without the package safetensors.
 
     Examples:
@@ -312,17 +319,17 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
 
     for file in (CONFIG, WEIGHTS):
         if not (Path(folder) / file).is_file():
-            raise ValueError(f"load_lora: {folder} has no {file}; name a folder that dlp.save_lora or PEFT wrote")
+            raise ValueError(f"load_lora: {folder} has no {file}; pass a folder that dlp.save_lora or PEFT wrote")
     try:
         config: Mapping[str, Any] = json.loads((Path(folder) / CONFIG).read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"load_lora: {folder}/{CONFIG} is no JSON: {error}; copy the file again") from None
+        raise ValueError(f"load_lora: {folder}/{CONFIG} is not valid JSON: {error}; copy the file again") from None
     if lacking := [key for key in ("r", "lora_alpha") if key not in config]:
-        raise ValueError(f"load_lora: {folder}/{CONFIG} has no {lacking[0]}; name a folder of adapters of LoRA")
+        raise ValueError(f"load_lora: {folder}/{CONFIG} has no {lacking[0]}; pass a folder of LoRA adapters")
     for key, plain in UNSUPPORTED.items():
         if config.get(key, plain) not in (plain, None) and config[key]:
             raise ValueError(
-                f"load_lora: {folder} has {key} = {config[key]!r}, which dlp does not load; train without it"
+                f"load_lora: {folder} has {key} = {config[key]!r}, which dlp does not support; train the adapters without {key}"
             )
     tensors = {name.removeprefix(PREFIX): value for name, value in load_file(str(Path(folder) / WEIGHTS)).items()}
     found = dict(adapted(model))

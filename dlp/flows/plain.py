@@ -1,7 +1,7 @@
 """quantize_: quantize the plain `nn.Linear` modules of any model, with a tensor subclass as weight.
 
 dlp.quantize_(model, "fp8_current", mode="dynamic")
-dlp.quantize_(model, torchao_config)                # passed to torchao
+dlp.quantize_(model, torchao_config)                # calls quantize_ of torchao
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ Filter = Callable[[nn.Module, str], bool]
 def quantize_(
     model: nn.Module, config: Any, filter_fn: Filter | None = None, *, mode: Mode = "weight_only"
 ) -> nn.Module:  # fmt: skip
-    """Quantize weights of `nn.Linear` modules in place, in a model that is not converted.
+    """Quantize the weights of `nn.Linear` modules in place, in a model that is not converted.
 
-    Call `quantize_` before sharding, compiling and saving. Afterwards `model.save_pretrained`, if the model has one, writes
-    compressed-tensors (`dlp.save_compressed`). 3-D expert weights of Mixtral and Qwen3-MoE become banks of linears, as by
-    `dlp.group_experts`, with the names `...experts.gate_proj.0`.
+    Call `quantize_` before sharding, compiling and saving. `model.save_pretrained`, if the model has this method, is replaced
+    by `dlp.save_compressed`. 3-D expert weights of Mixtral and Qwen3-MoE are replaced by `dlp.GroupedLinear`s, as by
+    `dlp.group_experts`; their linears have names such as `NAME.experts.gate_proj.0`.
 
     Args:
         model: plain model.
-        config: a recipe (name, dict or `Recipe`), or a config of torchao; a FqnToConfig goes with `filter_fn` to
+        config: a recipe (name, dict or `Recipe`); or a config of torchao, which is passed with `filter_fn` to
             `torchao.quantization.quantize_`.
-        filter_fn: `filter_fn(module, name)` decides whether to quantize a module; None: all linears. The adapters of
-            `dlp.lora` are trained and never quantized; their base is.
-        mode: "weight_only", "dynamic" or "static", as of `dlp.freeze`; "static" needs `dlp.calibrate` before.
+        filter_fn: `filter_fn(module, name)` returns whether to quantize a module; None: all linears. Adapters of `dlp.lora` are
+            never quantized, since they are trained; their base is.
+        mode: "weight_only", "dynamic" or "static", as in `dlp.freeze`; "static" requires `dlp.calibrate` before.
 
     Returns:
         `model`.
 
     Raises:
         ValueError: before anything is changed, for a weight that has NaN or Inf, that another module shares or that is a
-            DTensor; for a recipe that does not support `mode`; and if no linear is left to quantize.
-        TypeError: for a `filter_fn` that is no function.
+            DTensor; for a recipe that does not support `mode`; and if there is no linear to quantize.
+        TypeError: for a `filter_fn` that is not callable.
 
     Examples:
         >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "fp8_current", mode="dynamic")
@@ -84,14 +84,14 @@ def quantize_(
 
 
 def _inside(modules: dict[str, GroupedExperts]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules of modules by the names that they will have in the model."""
+    """Yield the submodules of `modules`, with the names that they will have in the model."""
     return (
         (f"{name}.{inner}", each) for name, module in modules.items() for inner, each in module.named_modules() if inner
     )
 
 
 def _is_torchaos(config: Any) -> bool:
-    """Whether a config is of a class of torchao, or contains one."""
+    """Whether the class of a config, or one of its base classes, is defined by torchao."""
     return any(kind.__module__.split(".")[0] == "torchao" for kind in type(config).__mro__)
 
 
@@ -118,6 +118,7 @@ def _by_torchao(model: nn.Module, config: Any, filter_fn: Filter | None, mode: s
 
 
 def _check_plain(model: nn.Module) -> None:
+    """Raise ValueError for a model with converted layers."""
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             raise ValueError(
@@ -126,6 +127,7 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _quantized(model: nn.Module, name: str, module: Any, recipe: recipes.Recipe, mode: str) -> QuantizedParameter:
+    """Return the quantized weight of a linear. Raises ValueError if the weight, the recipe or the mode does not allow it."""
     check_mode(recipe, mode, name)
     refuse_y(recipe, mode, name)
     check_is_parameter(name, module)

@@ -1,17 +1,18 @@
 """Sums whose bits do not depend on how ranks cut a tensor, nor on the kernel that adds.
 
-A sum over a dimension is divided into canonical segments, each a contiguous part of equal length of the dimension as it is on
-one rank. A segment is summed exactly and rounded once to fp32; the segments are added in fp32 by a binary tree:
+A sum over a dimension is divided into canonical segments: contiguous parts of equal length of the unsharded dimension. The sum
+of a segment has the same bits in every order of addition, and the segments are added in fp32 by a binary tree:
 
     s0   s1   s2   s3   s4   s5   s6   s7        SEGMENTS, or the largest smaller power of two that divides the dimension
       └┬─┘      └┬─┘      └┬─┘      └┬─┘
        └────┬────┘         └────┬────┘           a rank with an aligned power-of-two number of segments owns a subtree
             └─────────┬─────────┘
 
-Exact: within a chunk of at most CHUNK terms, the values of a row are rounded to integers times one power of two, so that the
-largest has BITS bits. Products and their sums are integers below 2^53, which fp64 holds: every order of addition, every
-blocking of the GEMM and every device gives the same bits. An operand is rounded by at most 2^-22 of the largest value of its
-row in the chunk, as much as an fp32 sum rounds.
+A segment of a GEMM is divided into chunks of at most CHUNK terms. Within a chunk, the values of each row of an operand are
+rounded to integers times one power of two, so that the largest value has BITS bits. Products and their sums are then integers
+below 2^53, which fp64 represents exactly: every order of addition, every blocking of the GEMM and every device gives the same
+bits. The sum of a chunk is rounded once to fp32, and the chunks are added in fp32 in order. Rounding changes a value by at most
+2^-22 of the largest value of the row in the chunk, which is as much as an fp32 sum rounds.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ import torch
 from torch import Tensor
 
 SEGMENTS = 8
-CHUNK = 512  # terms of a sum that is exact: 2^CHUNK_BITS products of 2 BITS bits each fill the 53 bits of fp64
+CHUNK = 512  # largest number of terms of an exact sum: 2^9 products of 2 * BITS = 44 bits fill the 53 bits of fp64
 BITS = 22
 MANTISSA = 53
 DIGIT = 2.0**30
-ROOM = 2**22  # elements of products in fp64 that are held at a time
+ROOM = 2**22  # largest number of fp64 elements of products in memory at a time
 
 
 def segments_on_rank(size: int, ranks: int = 1) -> int:
-    """Number of segments on each of `ranks` ranks, of a dimension with `size` elements per rank. Raises ValueError if a
-    segment would span several ranks."""
+    """Return the number of segments on each of `ranks` ranks, for a dimension with `size` elements per rank. Raises ValueError
+    if a segment would span several ranks."""
     segments = min(SEGMENTS, (size * ranks) & -(size * ranks)) or 1
     if segments % ranks and size:
         raise ValueError(
@@ -42,15 +43,15 @@ def segments_on_rank(size: int, ranks: int = 1) -> int:
 
 
 def tree(parts: Sequence[Tensor]) -> Tensor:
-    """Sum of a power-of-two number of tensors by a binary tree of neighbours."""
+    """Return the sum of a power-of-two number of tensors, added by a binary tree of neighbours."""
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     return parts[0]
 
 
 def pairwise(parts: Iterable[Tensor]) -> Tensor:
-    """Sum of any number of tensors by the tree, in order of arrival. A stack holds sums of 1, 2, 4, ... tensors, like the
-    digits of a binary number."""
+    """Return the sum of any number of tensors by the tree, one tensor at a time. A stack contains sums of 1, 2, 4, ... tensors,
+    like the digits of a binary number."""
     stack: list[tuple[int, Tensor]] = []
     for total in parts:
         count = 1
@@ -64,17 +65,17 @@ def pairwise(parts: Iterable[Tensor]) -> Tensor:
 
 
 def products(pairs: Sequence[tuple[Tensor, Tensor]], segments: int) -> Tensor:
-    """Sum over i of a_i [rows, C_i] @ b_i [cols, C_i].T -> fp32 [rows, cols]; each C_i is cut into `segments` segments.
+    """Return the sum over i of a_i [rows, C_i] @ b_i [cols, C_i].T, fp32 [rows, cols]; C_i is cut into `segments` segments.
 
     The products of one segment are added in the order of i, then the segments by the tree."""
     (rows, _), (cols, _) = pairs[0][0].shape, pairs[0][1].shape
-    together = segments if segments * rows * cols <= ROOM else 1  # segments whose products are held at a time
+    together = segments if segments * rows * cols <= ROOM else 1  # number of segments per batch of products
     sums = [_sums(pairs, range(first, first + together), segments) for first in range(0, segments, together)]
     return tree(torch.cat(sums).unbind())
 
 
 def _sums(pairs: Sequence[tuple[Tensor, Tensor]], chosen: range, segments: int) -> Tensor:
-    """Sums of some segments, fp32 [segments, rows, cols]."""
+    """Return the sums of the segments with the indices `chosen`, fp32 [number of these segments, rows, cols]."""
     total = pairs[0][0].new_zeros(len(chosen), len(pairs[0][0]), len(pairs[0][1]), dtype=torch.float32)
     for a, b in pairs:
         left, right = (
@@ -88,8 +89,8 @@ def _sums(pairs: Sequence[tuple[Tensor, Tensor]], chosen: range, segments: int) 
 
 
 def _exact_products(a: Tensor, b: Tensor) -> Tensor:
-    """a [segments, rows, C], b [segments, cols, C] of at most CHUNK terms -> a @ b.T of each segment, exact for the rounded
-    operands, fp32 [segments, rows, cols]."""
+    """Return a [segments, rows, C] @ b [segments, cols, C].T for each segment, fp32 [segments, rows, cols]; C is at most CHUNK.
+    The operands are rounded (`_integers`), and their products are summed exactly."""
     (left, left_unit), (right, right_unit) = _integers(a, BITS), _integers(b, BITS)
     return (left @ right.mT).mul_(left_unit).mul_(right_unit.mT).float()
 
@@ -101,17 +102,17 @@ def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _exponents(largest: Tensor) -> Tensor:
-    """The smallest e with values below 2^e, int64; 0 for values that are not finite."""
+    """Return the smallest e with largest < 2^e, elementwise, int64; 0 for values that are not finite."""
     return torch.where(largest.isfinite(), torch.frexp(largest.float()).exponent, 0).long()
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent, int64 -> fp64, exact."""
+    """Return 2^exponent of int64 exponents, exact in fp64."""
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def row_sums(x: Tensor, segments: int) -> Tensor:
-    """x [rows, features] summed over rows, which are cut into `segments` segments -> fp32 [features]."""
+    """Return the sums of x [rows, features] over rows, which are cut into `segments` segments, fp32 [features]."""
     length = len(x) // segments
     bits, sums = _bits_of_sum(length), []
     for part in x.split(max(length, 1)):
@@ -124,9 +125,11 @@ def row_sums(x: Tensor, segments: int) -> Tensor:
 
 
 def sums_by_index(x: Tensor, index: Tensor, counts: Tensor, rows: int) -> Tensor:
-    """Sum the rows of x [M, features] with `counts`, bool [M], that have equal `index`, int64 [M] -> fp32 [rows, features].
+    """Return fp32 [rows, features]: row r is the sum of the rows of x [M, features] with `index` r, int64 [M], for which
+    `counts`, bool [M], is True.
 
-    Exact for values that are rounded, as in `row_sums`, by the largest of each feature in all rows of x."""
+    Values are rounded to integers times a power of two, which follows from the largest value of the feature in all rows of x;
+    the sums of these integers are exact."""
     integers, unit = _integers(x.t(), _bits_of_sum(len(x)))
     chosen = torch.where(counts[:, None], integers.t(), 0.0)
     sums = chosen.new_zeros(rows, x.shape[1]).index_add_(0, index, chosen)
@@ -134,14 +137,15 @@ def sums_by_index(x: Tensor, index: Tensor, counts: Tensor, rows: int) -> Tensor
 
 
 def _bits_of_sum(terms: int) -> int:
-    """Largest number of bits of integers for which the sum of `terms` integers is exact in fp64."""
+    """Return the largest number of bits of integers for which the sum of `terms` integers is exact in fp64."""
     return min(40, MANTISSA - max(terms - 1, 0).bit_length())
 
 
 def square_sums(tensors: Sequence[Tensor], largest: Tensor) -> Tensor:
-    """Sums of squares of the elements of each tensor as digits of 30 bits, int64 [tensors, 3], which may be added in any order.
+    """Return the sum of squares of the elements of each tensor as three digits of 30 bits, int64 [tensors, 3]. The digits of
+    several ranks may be added in any order.
 
-    largest: fp32 [tensors], at least the largest magnitude of each whole tensor, of which ranks may hold parts."""
+    largest: fp32 [tensors], for each tensor at least the largest magnitude over all ranks that have a part of the tensor."""
     scales, digits = _power_of_two(-_exponents(largest)), []
     for tensor, scale in zip(tensors, scales, strict=True):
         rest, sums = (tensor.double() * scale).square_(), []
@@ -155,7 +159,7 @@ def square_sums(tensors: Sequence[Tensor], largest: Tensor) -> Tensor:
 
 
 def norm_of(digits: Tensor, largest: Tensor) -> Tensor:
-    """The 2-norm, fp32 [], of tensors with these `square_sums`. Not finite if `largest` is not finite."""
+    """Return the 2-norm, fp32 [], of tensors with these `square_sums`. Not finite if `largest` is not finite."""
     places = torch.tensor([DIGIT**-1, DIGIT**-2, DIGIT**-3], dtype=torch.float64, device=digits.device)
     squares = (digits * places).sum(1) * _power_of_two(2 * _exponents(largest))
     norm = squares.sum().sqrt().float()

@@ -8,9 +8,9 @@ An operation without a kernel for its arguments runs the reference, for example 
 matrix may be a `LazyMatrix`, whose elements the kernel computes while reading the inputs (lazy_matrix.py).
 
 A cast returns the parts of the operand, written into `out` if given. A cast sets `flag`, fp32 [], to NaN if a value of x is not
-finite; the flag can be read later without a wait. `..._both` returns the operands of x and of x.t() from one read, bitwise
-equal to two casts. `..._batch` prepares one such launch for many matrices, into existing outputs, on CUDA only. Casts with a
-scale per block are in casts_blocks.py, NVFP4 casts in casts_fp4.py.
+finite; the host may read the flag later, so that the cast does not wait for it. `..._both` returns the operands of x and of
+x.t() from one read, bitwise equal to two casts. `..._batch` prepares one such launch for many matrices, into existing outputs,
+on CUDA only. Casts with a scale per block are in casts_blocks.py, NVFP4 casts in casts_fp4.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def amax_lines_kernel(x: Tensor | LazyMatrix) -> tuple[Tensor, Tensor]:
 def _amaxes_of_lines(matrix: Tensor, rows: bool, cols: bool, words: Words = MATRIX) -> tuple[Any, Any]:
     """Return the amaxes of the rows and of the columns, as requested, of a matrix that kernels can read.
 
-    words   producer of the elements (`cuda_producers`), here and below
+    words   packed arguments of the producer that computes the elements (`cuda_producers`); MATRIX: none
     """
     sizes = [size if wanted else 0 for size, wanted in zip(matrix.shape, (rows, cols), strict=True)]
     whole = torch.empty(sum(sizes), device=matrix.device)
@@ -144,9 +144,9 @@ def cast_fp8_tensor_both_kernel(
 def cast_fp8_tensor_batch(
     xs: Sequence[Tensor], outs: Sequence[Wanted], sources: Sequence[Fp8Scale], flags: Flags
 ) -> Launches:
-    """Prepare launches of `cast_fp8_tensor_both` for many matrices that fulfil `has_batches`.
+    """Prepare launches of `cast_fp8_tensor_both` for many matrices for which `has_batches` holds.
 
-    Both orientations share the memory of scale_inv. For a source without amax and scale, the launches compute the amax.
+    Both orientations share the memory of scale_inv. If a source has neither amax nor scale, the launches compute the amax.
     """
     return preparing("cast_fp8_tensor", xs[0])(xs, outs, sources, flags)
 

@@ -3,9 +3,10 @@
     cast_fp8_block          one fp32 scale per 128 elements or 128x128 tile
     cast_mxfp8              one power of two per 32 elements or 32x32 tile
 
-Kernels exist for the blocks of TILE_OF and MX_TILE_OF. Scales have compact shapes. In memory, scales may be a view of the
-layout that a GEMM reads, or have the block dimension first, which kernels store fastest (`empty_block_scales`,
-`empty_mx_scales`); a kernel writes scales in the layout of the given storage.
+Kernels exist for the blocks of TILE_OF and MX_TILE_OF. A tensor of scales has the compact shape [row blocks, C blocks], and may
+be a view of memory with another layout: the layout that a GEMM reads (`empty_block_scales`), or the block dimension first,
+which kernels store fastest (`empty_mx_scales`). A kernel recognises the layout by the strides, and writes scales in that
+layout.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _block_job(x: Tensor, flag: Tensor | None, row: Parts | None, col: Parts | N
 def _launch_block(
     cast: Callable[..., None], tile: bool, flag: Tensor | None, x: Tensor, row: Parts | None, col: Parts | None
 ) -> None:
-    """Launch a cast, which writes scales in the layout of the given storage."""
+    """Launch a block cast, which writes scales in the layout of the given tensors."""
     job, gemm_layout = _laid_out(x, row, col, flag, partial(_as_gemms_read, tile=tile))
     cast(job, gemm_layout=gemm_layout)
 
@@ -72,7 +73,8 @@ def _as_gemms_read(parts: Parts, tile: bool) -> Parts | None:
 
 
 def _whole(codes: Tensor, scale: Tensor, shape: tuple[int, int], flipped: bool) -> Parts | None:
-    """Return the codes and the memory of this shape of which the scales (transposed if `flipped`) are a view, or None."""
+    """Return the codes and the complete memory of this shape if the scales (transposed if `flipped`) are a view of such memory,
+    else None."""
     strides = (1, shape[1]) if flipped else (shape[1], 1)
     return (codes, scale.as_strided(shape, (shape[1], 1))) if scale.stride() == strides else None
 
@@ -135,7 +137,7 @@ def _batch_laid_out(
     xs: Sequence[Tensor], outs: Sequence[Wanted], flags: Flags, whole: Callable[[Parts], Parts | None],
     batch: Callable[..., Launch], option: str,
 ) -> Launches:  # fmt: skip
-    """Prepare one launch of `batch` for each layout of scales."""
+    """Prepare one launch of `batch` for each layout of scales; `option`: the keyword of `batch` that selects the layout."""
     laid_out = [_laid_out(x, *out, flag, whole) for x, out, flag in zip(xs, outs, flags, strict=True)]
     by_layout = {which: [job for job, found in laid_out if found == which] for which in (False, True)}
     launches = [batch(jobs, **{option: which}) for which, jobs in by_layout.items() if jobs]
@@ -146,7 +148,7 @@ def _batch_laid_out(
 
 
 def _launch_mx(cast: Callable[..., None], flag: Tensor | None, x: Tensor, row: Parts | None, col: Parts | None) -> None:
-    """Launch a cast, which writes scales in the layout of the given storage."""
+    """Launch an MXFP8 cast, which writes scales in the layout of the given tensors."""
     job, blocks_first = _laid_out(x, row, col, flag, _with_blocks_first)
     cast(job, blocks_first=blocks_first)
 

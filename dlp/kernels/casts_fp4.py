@@ -3,9 +3,9 @@
     amax_nvfp4, amax_nvfp4_both     max |x| of x, or of the Hadamard transform of x
     cast_nvfp4                      packed codes, E4M3 scales and the amax
 
-The kernel transforms the columns of the matrix (a columnwise operand), with the signs RHT_SIGNS. Kernels cast tiles, the blocks
-of weights, only without transform and with rounding to nearest. Lazy activations are stored first: these kernels are bound by
-instructions, and a fused producer would slow the casts down.
+The kernels apply the Hadamard transform to the columns of the matrix (a columnwise operand), with the signs RHT_SIGNS. Kernels
+cast tiles, the blocks of weights, only without transform and with rounding to nearest. Lazy norms and activations are computed
+and stored first: these kernels are bound by instructions, and a fused producer would slow the casts down.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Part = tuple[Parts, Tensor]  # parts of one orientation, and the amax
 
 
 def _turns(rht: bool, signs: int) -> bool:
-    """Return whether the kernels support this transform: the signs of the kernels are constants."""
+    """Return whether the kernels support this transform: in kernels the signs are a constant, RHT_SIGNS."""
     return not rht or signs == RHT_SIGNS
 
 
@@ -140,7 +140,7 @@ def cast_nvfp4(
 ) -> Parts:  # fmt: skip
     """Return packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the amax for decoding, of x [rows, C].
 
-    amax            agreed amax of the tensor, fp32 []
+    amax            amax of the tensor, fp32 [], on which the ranks of the amax group agree
     rht             cast rht16(x, signs)
     draw            random bits of stochastic rounding; None: round to nearest
     four_over_six   choose between two scales for each block (`reference.nvfp4`); only with rounding to nearest

@@ -23,7 +23,7 @@ from dlp.kernels.cuda_codes import DelayedJob
 from dlp.kernels.reference.fp8 import AmaxAlgorithm, Block
 from dlp.kernels.registry import REFERENCE, KernelEntry, choose, operation, register
 
-ON_DEVICE = ("max", "most_recent")  # algorithms of delayed scaling in the kernel
+ON_DEVICE = ("max", "most_recent")  # algorithms of delayed scaling that the kernel implements
 
 
 def is_contiguous(x: Tensor, *_: Any) -> bool:
@@ -74,7 +74,8 @@ def decode_nvfp4(
 ) -> Tensor:
     """Decode packed codes [rows, C/2] with E4M3 scales [row blocks, C/16] -> values [rows, C], rounded once to `dtype`.
 
-    Without `amax` the result is e2m1 * scale, the factor that a GEMM multiplies, which is exact in bf16.
+    Without `amax` the result is e2m1 * scale, which is exact in bf16; a GEMM multiplies these values and applies the amaxes to
+    the sums.
     """
     return reference.decode_nvfp4(packed, scale, block, amax).to(dtype)
 
@@ -172,8 +173,8 @@ class DelayedSlots(NamedTuple):
 
 
 def delayed_updates(slots: Sequence[DelayedSlots]) -> Callable[[], None]:
-    """Prepare `reference.delayed_update` of all slots in place, which sets staging to 0: one launch for all algorithms of the
-    kernel."""
+    """Return a function that updates all slots in place (`reference.delayed_update`) and sets staging to 0. Slots whose
+    algorithm the kernel implements share one launch."""
     by_entry: dict[KernelEntry, list[DelayedSlots]] = {}
     for each in slots:
         by_entry.setdefault(choose("delayed_update", each.history, each.algorithm), []).append(each)

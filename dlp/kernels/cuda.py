@@ -1,8 +1,8 @@
 """CUDA kernels as typed functions on plain tensors: the functions check sizes of given outputs and pass pointers.
 
 A job is a named tuple of one matrix and the outputs; an output that is not requested is None. A function runs one job. The
-variant `..._batch` prepares one launch for many jobs with the same input dtype and code dtype: preparing writes a table of jobs
-to device memory, which belongs outside of a step; calling the result inside a step launches the kernel.
+variant `..._batch` prepares one launch for many jobs with the same input dtype and code dtype. Preparing copies a table of jobs
+to the device, so call it once, outside of training steps; calling the result launches the kernel.
 
     amax          max |x|                                              AmaxJob
     cast_tensor   FP8, one scale per tensor, current or delayed        TensorJob
@@ -32,8 +32,8 @@ from dlp.kernels.reference import FLT_MAX, FP8_MAX
 
 INPUTS = (torch.bfloat16, torch.float32)
 Words = tuple[int, ...]
-FIRST_PIECE = 4  # position of the number of previous pieces in a job (csrc/kernels.h)
-MATRIX: Words = (0,) * 11  # arguments of a producer (`cuda_producers`): the elements are the matrix itself
+FIRST_PIECE = 4  # index of `Matrix::first` (csrc/kernels.h) in the packed arguments of a job
+MATRIX: Words = (0,) * 11  # packed arguments of no producer (`cuda_producers`): the kernel reads the matrix itself
 
 
 class AmaxJob(NamedTuple):
@@ -46,7 +46,8 @@ class AmaxJob(NamedTuple):
 class TensorJob(NamedTuple):
     """Job: quantize x [rows, cols] to codes [rows, cols], codes_t [cols, rows] or both, and write scale_inv fp32 [].
 
-    The scale is computed from `amax`, fp32 [], or is `scale`, fp32 []. The same read raises `staging`, fp32 [], to max |x|.
+    The scale is computed from `amax`, fp32 [], or given as `scale`, fp32 []; one of the two is None. The same read of x raises
+    `staging`, fp32 [], to max |x|.
     """
 
     x: Tensor
@@ -88,7 +89,7 @@ def readable(x: Tensor) -> bool:
 
 
 def _matrix(x: Tensor) -> Words:
-    """Return pointer, rows, columns and row stride in elements."""
+    """Return pointer, rows, columns and row stride (in elements) of a matrix that kernels can read; else raise ValueError."""
     if x.dim() != 2 or x.dtype not in INPUTS:
         raise ValueError(
             f"kernels take a matrix in bf16 or fp32; got {x.dtype} {list(x.shape)}: flatten or convert the tensor"
@@ -174,7 +175,7 @@ def _amax_words(job: AmaxJob) -> Words:
 
 def _amax_pieces(x: Tensor, chunk: int) -> int:
     _, rows, cols, _ = _flat(x)
-    padded = rows * -(-cols // 8) * 8  # rows end in a partial octet
+    padded = rows * -(-cols // 8) * 8  # number of elements, with the last octet of each row counted as complete
     return -(-padded // chunk)
 
 
@@ -225,7 +226,8 @@ def _tensor_words(job: TensorJob, matrix: Words) -> Words:
 
 
 def cast_tensor(job: TensorJob, *, power_of_two: bool = False, epsilon: float = 0.0, source: Words = MATRIX) -> None:
-    """Cast to per-tensor FP8 from one read of x: q = enc(fl(x * scale)). `source`: producer (`cuda_producers`)."""
+    """Cast to per-tensor FP8 from one read of x: codes of fl(x * scale), where fl rounds to fp32. `source`: packed
+    arguments of a producer (`cuda_producers`)."""
     module = loader.load()
     dtype = _code_dtype(job)
     rule = scale_rule(dtype, power_of_two, epsilon)
@@ -258,8 +260,9 @@ def cast_tensor_batch(jobs: Sequence[TensorJob], *, power_of_two: bool = False, 
 def block_scale_shape(lines: int, contraction: int, *, tile: bool, gemm_layout: bool) -> tuple[int, int]:
     """Return the shape of the scales of codes [lines, contraction]: compact, or as cuBLASLt reads scales.
 
-    Compact scales have the shape [lines or line tiles, contraction blocks]. VEC128_32F (not tile) reads [blocks, pad4(lines)]
-    and BLK128x128_32F (tile) reads [line tiles, pad4(blocks)]; padding is 0.
+    Compact scales have the shape [lines or line tiles, contraction blocks]. cuBLASLt's scale mode VEC128_32F (`tile=False`)
+    reads [blocks, pad4(lines)], and BLK128x128_32F (`tile=True`) reads [line tiles, pad4(blocks)], where pad4 rounds up to a
+    multiple of 4; padding is 0.
     """
     blocks, down = -(-contraction // 128), -(-lines // 128) if tile else lines
     if not gemm_layout:
@@ -296,7 +299,7 @@ def cast_block(
     """Cast to FP8 from one read of x: one scale per 128 elements of the contraction or per 128x128 tile.
 
     gemm_layout   layout of scale_inv, fp32 (`block_scale_shape`)
-    source        producer (`cuda_producers`), not for tiles
+    source        packed arguments of a producer (`cuda_producers`), not for tiles
     """
     dtype = _code_dtype(job)
     kernel, more = _block_kernel("cast_block", tile, source)
@@ -333,7 +336,7 @@ def cast_block_batch(
 
 def mx_scale_shape(lines: int, contraction: int, *, tile: bool, blocks_first: bool = False) -> tuple[int, int]:
     """Return the shape of the E8M0 bytes of codes [lines, contraction]: [lines or line tiles, contraction blocks], or with
-    `blocks_first` [blocks, pad4(lines)], only for 1x32 blocks."""
+    `blocks_first` [blocks, lines rounded up to a multiple of 4], only for 1x32 blocks."""
     blocks = -(-contraction // 32)
     return (blocks, -(-lines // 4) * 4) if blocks_first else ((-(-lines // 32) if tile else lines), blocks)
 
@@ -368,7 +371,7 @@ def cast_mxfp8(
 
     rule           "ceil" or "floor" (`reference.mx_scale`)
     blocks_first   layout of the bytes (`mx_scale_shape`)
-    source         producer (`cuda_producers`), not for tiles
+    source         packed arguments of a producer (`cuda_producers`), not for tiles
     """
     kernel, more = _mx_kernel(tile, blocks_first, source)
     words, tiles = _mx_words(job, tile, blocks_first), _tiles(job.x, loader.load().TILE)

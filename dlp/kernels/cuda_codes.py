@@ -13,7 +13,7 @@ from dlp.kernels import loader
 from dlp.kernels.cuda import INPUTS, Batch, Words, _batch, _output, _scalar
 from dlp.kernels.launches import launch
 
-# Codes and scales, numbered as in csrc/kernels.h.
+# (dtype of codes, dtype of scales) -> number of this encoding in csrc/kernels.h
 ENCODINGS = {
     (torch.float8_e4m3fn, torch.float32): 0, (torch.float8_e5m2, torch.float32): 1,
     (torch.float8_e4m3fn, torch.uint8): 2, (torch.float8_e5m2, torch.uint8): 3,
@@ -25,7 +25,7 @@ def decode(
     codes: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor, amax: Tensor | None = None
 ) -> None:  # fmt: skip
     """Decode codes [rows, C], or packed codes [rows, C/2], with scales [row blocks, C blocks], which may be strided -> out bf16
-    [rows, C]. `amax`: fp32 [] of an NVFP4 tensor, whose scale is then applied."""
+    [rows, C]. `amax`: amax of an NVFP4 tensor, fp32 []; None: decode without the scale of the tensor."""
     encoding = ENCODINGS.get((codes.dtype, scale.dtype))
     if encoding is None:
         raise ValueError(
@@ -43,7 +43,7 @@ def decode(
 
 def int4_gemv(x: Tensor, codes: Tensor, scale_inv: Tensor, zero: Tensor | None, out: Tensor) -> None:
     """Multiply x, bf16 [at most 8, K], by packed int4 codes [N, K/2] with scale_inv and zero point [N, K / group] -> out
-    [tokens, N], bf16 or fp32 (`reference.gemm_int4_group`). A group has 32 codes times a power of two."""
+    [tokens, N], bf16 or fp32 (`reference.gemm_int4_group`). The number of codes in a group is 32 times a power of two."""
     (tokens, cols), (rows, groups) = x.shape, scale_inv.shape
     words = (
         _output(x, x.shape, [torch.bfloat16], "x"), _output(codes, [rows, cols // 2], [torch.uint8], "codes"),
@@ -197,7 +197,7 @@ def sum_by_tree(parts: Tensor, out: Tensor) -> None:
 
 
 def add_checksums(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Add the checksum of the bits of each tensor, which must be contiguous, to `out`, int64 [number of tensors]."""
+    """Add the checksum of each contiguous tensor (`reference.checksums`) to `out`, int64 [number of tensors]."""
     target = _output(out, [len(tensors)], [torch.int64], "out")
     ranges = [(_output(tensor, tensor.shape, [tensor.dtype], "a tensor"), tensor.nbytes) for tensor in tensors]
     launch("checksums", out, ranges, target)

@@ -70,7 +70,7 @@ def _words(job: Nvfp4Job, tile: bool) -> Words:
                 f"nvfp4 takes blocks of {'16x16' if tile else '1x16'}; got [{lines}, {along}]: append zeros"
             )
         if tile and amax is None:
-            amax = job.amax_t  # the kernel of tiles reads the first amax
+            amax = job.amax_t  # the kernel for tiles reads one amax, that of the rowwise operand
         words += [
             _output(codes, (lines, along // 2), [torch.uint8], "codes"),
             _output(scale, scale_shape(lines, along, tile=tile), [torch.float8_e4m3fn], "scale"),
@@ -105,7 +105,7 @@ def cast_nvfp4(
 
     rht             transform the columns first
     draws           random bits of each orientation; None: round to nearest
-    source          producer (`cuda_producers`)
+    source          packed arguments of a producer (`cuda_producers`)
     four_over_six   choose between two scales for each block; only with rounding to nearest
     """
     if four_over_six and draws != (None, None):

@@ -1,7 +1,7 @@
 """CUDA kernels that cast both gradients of a SwiGLU from one read of dh, gate and up; see cuda.py.
 
-dh, gate and up are bf16 [rows, cols]. The first job of a pair casts dgate, the second job casts dup; x of a job only gives the
-sizes.
+dh, gate and up are bf16 [rows, cols]. The first job of a pair casts dgate, the second job casts dup. The kernels use only the
+shape of the field x of a job.
 """
 
 from __future__ import annotations

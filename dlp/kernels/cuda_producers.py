@@ -15,7 +15,7 @@ from dlp.kernels.launches import launch
 
 RMS_NORM, SWIGLU, COLUMN_SUMS, ACTIVATION, BESIDE, LAYER_NORM = 1, 2, 3, 4, 5, 6  # producers in kernels.h
 ACTS = {"silu": 0, "gelu": 1, "relu": 2, "srelu": 3, "sigmoid": 4, "qgelu": 5}  # activations in kernels.h
-MAX_NORM_COLS = 57344  # largest number of columns whose sums fit into shared memory in backward
+MAX_NORM_COLS = 57344  # largest number of columns for the backward of a norm, which sums columns in shared memory
 
 
 def _vector(weight: Tensor, x: Tensor) -> Words:
@@ -50,8 +50,8 @@ def rms_norm(
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor, add: Tensor | None = None
 ) -> None:
-    """Gradient of RMSNorm of dy and x [rows, cols], weight [cols] and rstd [rows]: write dx [rows, cols] plus `add`, and
-    dweight fp32 [cols].
+    """Gradient of RMSNorm of dy and x [rows, cols], weight [cols] and rstd [rows]: write dx [rows, cols] (plus `add`, if given)
+    and dweight fp32 [cols].
 
     Raises ValueError for more than MAX_NORM_COLS columns.
     """
@@ -128,8 +128,8 @@ def activation(
     """Write act(x) of x [rows, cols], or with dy the product dy * act'(x), to out [rows, cols]; or max |out| to amax, fp32 [].
 
     Results are bitwise equal to the reference on the same device, except for silu, sigmoid and qgelu. These divide
-    approximately and treat a subnormal s(x) as 0: before rounding to the dtype of x, act(x) and act'(x) lie within (2^-20 s(x)
-    + 2^-126) (1 + |x|) of the reference (qgelu: with 1.702 |x|)."""
+    approximately and treat a subnormal s(x) = sigmoid(x) as 0: before rounding to the dtype of x, act(x) and act'(x) lie within
+    (2^-20 s(x) + 2^-126) (1 + |x|) of the reference (qgelu: with 1.702 |x|)."""
     more = (0, 0) if dy is None else _beside(dy, x, "dy")
     words = *_matrix(x), 0, *more, _output(out, x.shape, [x.dtype], "out"), _scalar(amax, "amax")
     launch("activation", x, words, ACTS[act], x.dtype == torch.float32)
@@ -162,7 +162,7 @@ def column_sums(x: Tensor, out: Tensor) -> None:
 
 
 def empty_parts(x: Tensor) -> Tensor:
-    """Allocate the column sums of each row of tiles of x."""
+    """Allocate column sums for each row of tiles of x, fp32 [ceil(rows / TILE), cols]."""
     return torch.empty(_tiles_down(x), x.shape[1], device=x.device)
 
 
@@ -201,7 +201,8 @@ def activation_source(act: str) -> Words:
 
 
 def beside_source(x: Tensor, up: Tensor, act: str, *, slope: bool = False, parts: Tensor | None = None) -> Words:
-    """Return the producer of act(x) * up, or with `slope` of act'(x) * up, that also writes column sums of tiles to `parts`."""
+    """Return the producer of act(x) * up, or with `slope` of act'(x) * up. If `parts` is given, the producer also writes column
+    sums of tiles to `parts` (`empty_parts`)."""
     shape = [_tiles_down(x), x.shape[1]]
     sums = _output(parts, shape, [torch.float32], "parts")
     return BESIDE, 0, 0, 0, *_beside(up, x, "up"), sums, ACTS[act], int(slope), 0, 0

@@ -56,8 +56,8 @@ def _lines_words(job: LinesJob) -> Words:
 
 
 def amax_lines(x: Tensor, amax: Tensor | None, amax_t: Tensor | None, source: Words = MATRIX) -> None:
-    """Raise amax [rows] and amax_t [cols] to max |x| of every row and column; NaN is ignored. `source`: producer
-    (`cuda_producers`)."""
+    """Raise amax [rows] and amax_t [cols] to max |x| of every row and column; NaN is ignored. `source`: packed
+    arguments of a producer (`cuda_producers`)."""
     module = loader.load()
     words, tiles = _lines_words(LinesJob(x, amax, amax_t)), _tiles(x, module.TILE)
     launch("amax_lines", x, words, 0, 1, tiles, x.dtype == torch.float32, source)
@@ -87,7 +87,7 @@ def _rowwise_words(job: RowwiseJob) -> Words:
 
 def cast_rowwise(job: RowwiseJob, *, power_of_two: bool = True, epsilon: float = 0.0, source: Words = MATRIX) -> None:
     """Cast to rowwise FP8 from one read of x: one scale per row, and one scale per column in the transposed copy. `source`:
-    producer (`cuda_producers`)."""
+    packed arguments of a producer (`cuda_producers`)."""
     module = loader.load()
     rule = scale_rule(job.code_dtype, power_of_two, epsilon)
     wide, e5m2 = job.x.dtype == torch.float32, job.code_dtype == torch.float8_e5m2

@@ -1,8 +1,8 @@
-"""Input matrix and outputs of the kernel of a cast.
+"""Choice of the input matrix and of the outputs of a cast kernel.
 
-Kernels read rows of adjacent elements, in bf16 or fp32. For the transposed view of such a matrix, the kernel reads the matrix
-and writes the other orientation, without a copy. Any other matrix is copied first, in the same dtype. The kernel writes parts
-to `out` (for example this rank's segment of a gather buffer), or to new storage.
+Kernels read rows of adjacent elements, in bf16 or fp32. If x is the transposed view of such a matrix, the kernel reads the
+underlying matrix, and the rowwise and columnwise outputs are exchanged; nothing is copied. Any other matrix is copied first, in
+the same dtype. The kernel writes parts to `out` (for example this rank's segment of a gather buffer), or to new storage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dlp.kernels.reference.fp8 import Outs, Parts
 from dlp.kernels.registry import DEVICE_AT, NATIVE
 
 Wanted = tuple[Parts | None, Parts | None]  # parts of x and of x.t(); None: not requested
-Flags = Sequence[Tensor | None]  # flags of many casts (casts.py)
+Flags = Sequence[Tensor | None]  # flag of each cast, fp32 [], which a non-finite value sets to NaN; None: not requested
 Launch = Callable[[], None]
 
 
@@ -26,7 +26,8 @@ class Launches(NamedTuple):
 
     observe   launches that write `amaxes`
     amaxes    for each matrix the amaxes of the matrix and of the transpose; None: not needed, or not requested
-    cast      launches that read `amaxes`; between `observe` and `cast` the amaxes may be raised in place
+    cast      launches that read `amaxes`; between `observe` and `cast`, the caller may replace the amaxes in place by the
+              maximum over ranks
     """
 
     observe: Sequence[Launch]
@@ -57,8 +58,8 @@ def rowwise(
 ) -> Parts:  # fmt: skip
     """Return the parts of the rowwise operand of x [rows, C].
 
-    empty    function that allocates the parts of an operand of a shape
-    launch   function that casts a matrix into rowwise parts and columnwise parts; None: not requested
+    empty    function: shape of an operand -> newly allocated parts
+    launch   function of a matrix, rowwise parts and columnwise parts, which launches the cast; None: parts not requested
     """
     matrix, flipped = adjacent(x)
     made = out if out is not None else empty(x.shape)

@@ -55,7 +55,8 @@ def takes_gate_grads(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) 
 
 
 def takes_cast_tensor(grads: GatedGrads, dtype: torch.dtype, *_: Any) -> bool:
-    """Return whether the kernel supports these gradients. A user's kernel for the cast of one gradient has priority."""
+    """Return whether the kernel supports these gradients; False if a user-defined kernel casts a single gradient, so that the
+    user-defined kernel runs."""
     ours = registry.choose("cast_fp8_tensor_both", grads.gate, dtype).run is cast_fp8_tensor_both_kernel
     return ours and takes_gate_grads(grads, dtype)
 

@@ -3,7 +3,7 @@
     operand          parts                                                 block
     hp               values bf16 or fp32 [rows, C]                         -
     fp8_tensor       FP8 codes [rows, C], scale_inv fp32 []                whole matrix
-    fp8_tensor_siblings  parts of several fp8_tensor, whose products are summed
+    fp8_tensor_siblings  codes and scale_inv of several fp8_tensor in turn; the GEMM sums the products of corresponding pairs
     fp8_rowwise      FP8 codes [rows, C], scale_inv fp32 [rows]            (1, 0)
     int8_rowwise     int8 codes [rows, C], scale_inv fp32 [rows]           (1, 0)
     int8_zero_point  as int8_rowwise, and zero_point int8 [rows]           (1, 0)
@@ -15,12 +15,12 @@
                      and zero_point int8 of the same shape, or none
 
 Scales are compact. If a tensor core reads another layout, the GEMM rearranges the scales right before the launch. On Hopper and
-Blackwell GEMMs run cuBLASLt (`gemms`); large GEMMs of blocks on Hopper run `gemm_sm90`. MXFP8 and NVFP4 codes are multiplied by
-Blackwell's tensor cores; other GPUs multiply values decoded to bf16, which is exact. GEMMs run torch where the kernels of this
-package cannot be built. `reference.finish` adds what a tensor core does not add, in fp32.
+Blackwell GEMMs run cuBLASLt (`gemms`); large GEMMs of FP8 blocks on Hopper run `gemm_sm90`. Blackwell's tensor cores multiply
+MXFP8 and NVFP4 codes; other GPUs multiply values decoded to bf16, which is exact. GEMMs run torch if the kernels of this
+package cannot be built. If the GEMM itself cannot add the bias or the accumulator, `reference.finish` adds it in fp32.
 
-A function takes the arguments of a `GemmLaunch`, which begin with the parts of A and B. If a row has `layouts=True`, the
-function takes the layouts of A and B first.
+A function takes the arguments of a `GemmLaunch`, which begin with the parts of A and B. If the row of the table has
+`layouts=True`, the function takes two more arguments before these: the layouts of A and B.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from dlp.kernels.registry import (
 )
 
 FP8_CORES = (8, 9)  # lowest compute capability with FP8 tensor cores
-GEMV_TOKENS = 8  # most rows of x that the kernel of int4 weights multiplies
+GEMV_TOKENS = 8  # largest number of rows of x for the kernel of int4 weights
 DECODES = "decode"  # prefix of the printed names of kernels that decode operands first
 Parts = Sequence[Tensor]
 Finish = tuple[torch.dtype, Tensor | None, Tensor | None, GemmLaunchOptions]  # out_dtype, bias, accumulate, options
@@ -175,20 +175,20 @@ def _factored(
 
 
 def are_factored(*layouts: OperandLayout) -> bool:
-    """Return whether operands decode to values that are exact in bf16, times a scale by which the sums may be multiplied
-    afterwards. Operands in high precision are multiplied as they are."""
+    """Return whether each operand decodes to values that are exact in bf16, times a scale by which the sums can be multiplied
+    afterwards. Operands in high precision are accepted too: they are not decoded."""
     return all(layout.gemm_kind == "hp" or layout.factors is not None for layout in layouts)
 
 
 def is_one_factored(a: OperandLayout, b: OperandLayout) -> bool:
-    """Return whether `are_factored`, and one operand is in high precision."""
+    """Return whether `are_factored` holds and at least one operand is in high precision."""
     return are_factored(a, b) and "hp" in (a.gemm_kind, b.gemm_kind)
 
 
 def _decode_factored(
     multiply: GemmLaunch, a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, *problem: Any
 ) -> Tensor:
-    """Decode operands that `are_factored` to bf16 values and scales, and multiply these."""
+    """Decode operands for which `are_factored` holds to bf16 values and scales, and multiply these."""
     (left, a_scale), (right, b_scale) = a_layout.factor_parts(a), b_layout.factor_parts(b)
     a_factors = (left,) if a_scale is None else (left, a_scale)
     b_factors = (right,) if b_scale is None else (right, b_scale)
@@ -360,7 +360,8 @@ def is_int4_group(a: OperandLayout, b: OperandLayout) -> bool:
 def are_few_tokens(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
 ) -> bool:
-    """Return whether `int4_group_gemv` multiplies these parts: 1 to 8 rows of bf16, K in multiples of 32, parts contiguous."""
+    """Return whether `int4_group_gemv` supports these parts and options: 1 to 8 rows of bf16, K a multiple of 32, parts
+    contiguous and aligned, default `alpha` and `sms`."""
     x, codes = a[0], b[0]
     few = 1 <= len(x) <= GEMV_TOKENS and x.dtype == torch.bfloat16 and x.shape[1] > 0 and x.shape[1] % 32 == 0
     lies = all(each.is_contiguous() for each in (x, *b)) and (x.data_ptr() | codes.data_ptr()) % 16 == 0
@@ -371,7 +372,8 @@ def int4_group_gemv(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None,
     accumulate: Tensor | None, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """Multiply few tokens by packed int4 codes in one launch, which rounds to bf16 if nothing is added to the sums."""
+    """Multiply few tokens by packed int4 codes in one launch. The kernel writes bf16 if `out_dtype` is bf16 and there is no
+    bias and no accumulator; otherwise the kernel writes fp32, and `finish` adds."""
     narrow = out_dtype == torch.bfloat16 and bias is None and accumulate is None
     y = torch.empty(len(a[0]), len(b[0]), dtype=torch.bfloat16 if narrow else torch.float32, device=a[0].device)
     cuda_codes.int4_gemv(a[0], b[0], b[1], b[2] if len(b) > 2 else None, y)
@@ -385,7 +387,8 @@ def _decoded(
     decode: Callable[..., Tensor], multiply: Callable[..., Tensor], a_layout: OperandLayout, b_layout: OperandLayout, a: Parts,
     b: Parts, *more: Any,
 ) -> Tensor:  # fmt: skip
-    """Decode operands to bf16, which is exact except for the amaxes of NVFP4, and multiply the sums by these amaxes."""
+    """Decode operands to bf16, which is exact, and multiply. NVFP4 operands are decoded without their amaxes; the sums are
+    multiplied by the factor `nvfp4_alpha` of both amaxes."""
     values = [decode(q[0], q[1], layout.block, dtype=torch.bfloat16) for q, layout in ((a, a_layout), (b, b_layout))]
     alpha = {"alpha": nvfp4_alpha(a[2], b[2])} if len(a) > 2 else {}
     return multiply(values[:1], values[1:], *more, **alpha)
@@ -505,7 +508,8 @@ def nvfp4_on_blackwell(
 
 
 def entry_named(printed: str) -> GemmEntry | None:
-    """Return the last entry of a printed name (`GemmKernels.kernel`) on a GPU with kernels, or None for an unknown name."""
+    """Return the entry whose name is first in a printed name (`GemmKernels.kernel`): the entry without a condition, on a GPU
+    with kernels. None for an unknown name."""
     name = printed.split(", ")[0]
     on_gpu = (each for device in NATIVE for each in entries(GEMM, device) if isinstance(each, GemmEntry))
     return next((each for each in on_gpu if each.name == name), None)

@@ -18,9 +18,9 @@ from dlp.kernels.launches import launch
 from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunchOptions
 
 PAIR = (256, 192)  # rows and columns that a pair of SMs computes at a time
-FILLED = 0.9  # smallest share of the tiles of all waves that belongs to the result
-CONTRACTION = 4096  # smallest contraction
-WORK = 65536  # smallest work of a pair of SMs: elements of the contraction, summed over tiles
+FILLED = 0.9  # smallest fraction of the output elements of all waves that belong to the result
+CONTRACTION = 4096  # smallest C of a large GEMM
+WORK = 65536  # smallest work per pair of SMs: C times the number of output tiles of the pair
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

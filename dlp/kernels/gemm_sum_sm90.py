@@ -26,8 +26,8 @@ Parts = Sequence[Tensor]  # codes and scale_inv of each term
 def takes(a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
           options: GemmLaunchOptions = DEFAULT_OPTIONS) -> bool:  # fmt: skip
     """Return whether this kernel computes the sum: up to four terms, E4M3 codes (A also E5M2), rows aligned to 16 bytes, a
-    number of columns that is a multiple of 8, a result in bf16 or fp32. The kernel knows no bias, accumulator or `alpha`, and
-    runs on all SMs."""
+    number of columns that is a multiple of 8, a result in bf16 or fp32. The kernel does not support a bias, an accumulator
+    or `alpha`, and runs on all SMs."""
     if bias is not None or accumulate is not None or options.alpha != 1.0 or options.sms or len(a) > 2 * TERMS:
         return False
     if out_dtype not in (torch.bfloat16, torch.float32) or len(b[0]) % 8:

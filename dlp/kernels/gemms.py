@@ -34,8 +34,8 @@ from dlp.kernels.reference import finish
 from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunchOptions
 
 WORKSPACE = 32 * 2**20  # bytes, as cuBLAS recommends for Hopper
-CANDIDATES = 8  # number of algorithms that are measured
-ALIGNMENT = 16  # bytes, of FP8 pointers and rows
+CANDIDATES = 8  # number of algorithms that `dlp.kernels.tune` measures per problem
+ALIGNMENT = 16  # alignment of pointers and row strides, in bytes
 BLOCK_UNIT = 32  # elements: sizes of block-scaled operands are multiples of this number
 FP4 = torch.float4_e2m1fn_x2
 TYPES = {
@@ -234,7 +234,7 @@ def segment_job(a: Tensor, b: Tensor, sums: Tensor, *, adds: bool, alpha: Tensor
     """Return the job that computes a GEMM for each equal part of the contraction, in a fixed order of addition: A [rows, C], B
     [cols, C], both contiguous and aligned -> `sums`, fp32 [segments, rows, cols], or added to `sums`.
 
-    The algorithm depends on the dtypes and on C / segments alone, so that an element has the same bits beside any number of
+    The algorithm depends only on the dtypes and on C / segments, so that the bits of an element do not depend on the numbers of
     rows, columns and segments.
     """
     _check_devices(a, b, sums, alpha)
@@ -307,7 +307,7 @@ def workspace(device: int, stream: int) -> int:
 
 
 def key_of(problem: GemmProblem) -> str:
-    """Return the key of a problem in the file of measured choices, which has no problems of segments."""
+    """Return the key of a problem in the file of measured choices; problems with segments are not measured."""
     return " ".join(map(str, problem[: GemmProblem._fields.index("segments")]))
 
 
@@ -322,7 +322,7 @@ def choices(device: int) -> dict[str, int]:
 
 
 def _saved(file: Path) -> dict[str, dict[str, int]]:
-    """Return the measured choices by version of cuBLASLt; empty without a file. Raises ValueError for another kind of file."""
+    """Return the measured choices by version of cuBLASLt; empty if there is no file. Raises ValueError for other contents."""
     try:
         found = json.loads(file.read_text()) if file.exists() else {}
     except ValueError:
@@ -380,15 +380,15 @@ def product(
 
 
 def _takes_bias(bias: Tensor, out_dtype: torch.dtype) -> bool:
-    """Return whether cuBLASLt adds the bias: the bias has the 16-bit dtype of the result, and rows are aligned. In other cases
+    """Return whether cuBLASLt can add the bias: the bias has the 16-bit dtype of the result and is aligned. For other dtypes
     the product would be rounded before the sum."""
     aligned = (2 * bias.shape[0] | bias.data_ptr()) % ALIGNMENT == 0
     return bias.dtype == out_dtype != torch.float32 and bias.is_contiguous() and aligned
 
 
 def _takes_output(out: Tensor, rounds: bool) -> bool:
-    """Return whether cuBLASLt adds to the accumulator: to an fp32 accumulator. With a bf16 accumulator the product would be
-    rounded before the sum, which `rounds` allows."""
+    """Return whether cuBLASLt can add to the accumulator: rows are contiguous and aligned, and the dtype is fp32. With a bf16
+    accumulator the product is rounded before the sum, which only `rounds` allows."""
     stride, step = out.stride()
     aligned = (out.itemsize * stride | out.data_ptr()) % ALIGNMENT == 0
     fits = out.dtype == torch.float32 or (rounds and out.dtype == torch.bfloat16)

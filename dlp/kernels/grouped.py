@@ -3,8 +3,8 @@
     D [rows, cols]   rows of group i = A [rows of i, C] @ B[i] [cols, C].T * scale_inv of the rows of A and of B[i]
 
 torch's kernel (CUTLASS, for sm_90 alone) reads the ends of the groups on the device and returns bf16. C and cols must be
-multiples of 16; groups may have any number of rows, including none. The kernel also multiplies groups along the contraction, as
-wgrad needs, but each group must then be a multiple of 16 rows, and a result is neither fp32 nor added to a main gradient.
+multiples of 16; a group may have any number of rows, including 0. This operation does not serve wgrad, whose groups lie along
+the contraction: there the kernel needs groups of a multiple of 16 rows, and cannot return fp32 or add to a main gradient.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def takes_grouped(a: Tensor, b: Tensor, *more: object) -> bool:
 
 
 def why_not_grouped(x: Tensor, groups: int, cols: int, contraction: int) -> str:
-    """Return the reason why no kernel multiplies rows of x by matrices [groups, cols, contraction] of E4M3 in one launch; "": a
-    kernel does."""
+    """Return the reason why no kernel multiplies rows of x by matrices [groups, cols, contraction] of E4M3 in one launch, or ""
+    if a kernel does."""
     if entries("grouped_fp8_rowwise", device_of(x))[0].name == REFERENCE:
         return "this device has no grouped GEMM of rowwise FP8"
     return _misfit(len(x), groups, cols, contraction)

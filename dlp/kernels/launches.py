@@ -25,8 +25,9 @@ from dlp.kernels import loader
 # Recording: for each launch the name of the kernel, the arguments, and the stream (a side stream, or CURRENT).
 Launched = list[tuple[str, tuple[Any, ...], int]]
 CURRENT = 0  # the current stream at the time of the replay
-# Names of recorded steps that are no kernels. GEMM has a plan of `gemms` and addresses as arguments. CALL (start of a `Call`)
-# and ANSWER (wait for the end of a `Call`) have the `Call` and the addresses of the tensors as arguments.
+# Names in a recording that are not kernels. MARK records an event, and AWAIT waits for an event. The arguments of GEMM are a
+# plan of `gemms` and addresses. The arguments of CALL (start a `Call`) and ANSWER (wait for the end of a `Call`) are the `Call`
+# and the addresses of its tensors.
 MARK, AWAIT = "mark", "await_mark"
 GEMM = "gemm"
 CALL, ANSWER = "call", "answer"
@@ -65,7 +66,7 @@ def _recorded(kernel: str, arguments: tuple[Any, ...], lane: int) -> bool:
 
 
 class Lane:
-    """Side stream with high priority, for small kernels. `stream`: handle of the stream."""
+    """Side stream with high priority, for small kernels. `stream`: CUDA handle of the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._kept = torch.cuda.Stream(device, priority=-1)
@@ -104,10 +105,10 @@ def run_plan(plan: Any, addresses: tuple[int, ...], stream: int) -> None:
 
 
 class Call:
-    """Call between launches.
+    """Recorded function call, which a replay runs between launches.
 
-    start   function of tensors with the recorded shapes, strides and dtypes; returns works with a method `wait()`
-    kinds   shape, strides and dtype of each tensor
+    start   function of tensors, which returns a list of work handles with a method `wait()`
+    kinds   shape, strides and dtype of each tensor; a replay passes tensors of the same kinds
     """
 
     def __init__(self, start: Callable[..., list[Any]], tensors: tuple[Tensor, ...]) -> None:
@@ -115,7 +116,8 @@ class Call:
 
 
 class _Answer(NamedTuple):
-    """Work that a recorded call returns; `wait()` is recorded too. arguments: the `Call` and the addresses of the tensors."""
+    """Work handle that `call` returns inside a recording; `wait()` is recorded too. `arguments`: the `Call` and the addresses
+    of its tensors."""
 
     arguments: tuple[Any, ...]
 
@@ -125,7 +127,7 @@ class _Answer(NamedTuple):
 
 
 def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
-    """Run `start(*tensors)`, which starts work other than a launch and returns works with a method `wait()`.
+    """Run `start(*tensors)`, which starts other work than a launch and returns work handles with a method `wait()`.
 
     A recording does not run `start`: every replay runs `start` on tensors of the same shapes, strides and dtypes.
     """
@@ -137,7 +139,8 @@ def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
 
 
 def by_torch(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> Tensor:
-    """Run `compute(*tensors, out=out)`, an operation of torch, and return `out`; a recording stores a call between launches."""
+    """Run `compute(*tensors, out=out)`, an operation of torch, and return `out`. Inside a recording, this is recorded as a
+    `Call`."""
     call(partial(_into, compute), out, *tensors)
     return out
 

@@ -37,7 +37,7 @@ class _Stored(LazyMatrix):
 
 class LayerNormed(LazyMatrix):
     """LayerNorm (x - mean) * rstd * weight + bias, with weight and bias [C]. `value` and `amax` compute mean and rstd, fp32
-    [rows], in the same read of x; without these, the first read of mean or rstd computes both."""
+    [rows], in the same read of x; if neither was called, the first access to `mean` or `rstd` computes both."""
 
     def __init__(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> None:
         self.matrix, self.weight, self.bias, self.eps = x, weight, bias, eps
@@ -49,7 +49,7 @@ class LayerNormed(LazyMatrix):
 
     @cached_property
     def _moments(self) -> Sequence[Tensor]:
-        """mean and rstd."""
+        """mean and rstd, fp32 [rows]."""
         if self._fuses(None):
             return self._observed(None)
         return layer_norm(self.matrix, self.weight, self.bias, self.eps)[1:]
@@ -84,7 +84,7 @@ class LayerNormed(LazyMatrix):
 
 
 class Activated(LazyMatrix):
-    """Activation act(x). `in_cast`: casts with a producer compute the values; else the values are stored first."""
+    """Activation act(x). `in_cast`: whether casts with this producer compute the values; if False, values are stored first."""
 
     def __init__(self, x: Tensor, name: str, in_cast: bool = IN_CASTS) -> None:
         self.matrix, self.name, self.in_cast = x, name, in_cast
@@ -162,8 +162,8 @@ class ActivationGrad(LazyMatrix):
 
 
 class GatedGrads:
-    """Both gradients of act(gate) * up, from dh, gate and up. The first read of one gradient computes and stores both; a cast
-    of both gradients (`gate_grads`) stores neither."""
+    """Both gradients of act(gate) * up, from dh, gate and up. The first access to `values` computes and stores both; the
+    kernels of `gate_grads` cast both gradients without storing them."""
 
     def __init__(self, dh: Tensor | LazyMatrix, gate: Tensor, up: Tensor, name: str) -> None:
         self.dh, self.gate, self.up, self.name = dh, gate, up, name
@@ -185,7 +185,7 @@ class GatedGrads:
 
 
 class GatedGrad(_Stored):
-    """One gradient of `GatedGrads`. which: 0: dgate, 1: dup."""
+    """One gradient of `GatedGrads`. `which`: 0 for dgate, 1 for dup."""
 
     def __init__(self, grads: GatedGrads, which: int) -> None:
         self.grads, self.which, self.matrix = grads, which, grads.gate

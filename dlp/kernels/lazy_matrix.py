@@ -3,11 +3,11 @@
     RmsNormed     x * rstd * weight
     AddedNormed   RMSNorm of the sum x + more, which is stored
     Gated         silu(gate) * up
-    Summed        x, with column sums from the read of the cast
+    Summed        x; the cast also computes the column sums of x
 
 Casts and amaxes of `dlp.kernels.ops` accept a lazy matrix in place of a tensor. A kernel with a producer (`cuda_producers`)
 reads the inputs, x or gate and up, and computes each element before the cast. For other casts, and on a CPU, `value` computes
-and stores the matrix once. The bits are the same.
+and stores the matrix once, and the cast reads it. The codes have the same bits.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class LazyMatrix:
         return None
 
     def source(self, codes: torch.dtype | None = None) -> Source:
-        """Return the input and the producer for a kernel that casts to the dtype `codes`, or that computes the amax (None); or
-        the stored matrix and MATRIX if the kernel has no such producer."""
+        """Return the input and the producer for a kernel that casts to the dtype `codes` (None: a kernel that computes the
+        amax). If the kernel has no such producer, return the stored matrix and MATRIX."""
         raise NotImplementedError
 
     def summed_source(self, parts: Tensor, codes: torch.dtype | None) -> Source | None:
@@ -102,15 +102,15 @@ def lazy_operation(
 
 
 def opened(x: Tensor | LazyMatrix, codes: torch.dtype | None = None, *, makes: bool = True) -> Source:
-    """Return `LazyMatrix.source` of a lazy matrix, or the tensor and MATRIX. `makes=False`: the kernel has no producers, so
-    that a lazy matrix is stored first."""
+    """Return `LazyMatrix.source` of a lazy matrix, or the tensor and MATRIX. `makes=False`: the kernel has no producers, and a
+    lazy matrix is computed and stored first."""
     if isinstance(x, Tensor):
         return x, MATRIX
     return x.source(codes) if makes else (x.value, MATRIX)
 
 
 def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dtype] = ACTIVATION_CODES) -> bool:
-    """Return whether kernels that cast to `codes`, or that compute the amax (None), have producers for these matrices. `casts`:
+    """Return whether kernels that cast to `codes` (None: that compute the amax) have a producer for these matrices. `casts`:
     dtypes of codes for which casts with this producer are compiled."""
     known = codes is None or codes in casts
     return known and all(x.dtype == FUSED_DTYPE for x in matrices) and has_kernel(*matrices)
@@ -150,13 +150,13 @@ class Produced:
         return len(self.shape)
 
     def tensor(self) -> Tensor:
-        """The values [..., C], computed and stored when this is first called."""
+        """Return the values [..., C], which the first call computes and stores."""
         return stored(self.matrix).view(self.shape)
 
 
 class RmsNormed(LazyMatrix):
-    """RMSNorm x * rstd * weight of x [rows, C] and weight [C]. The first read of `rstd`, fp32 [rows], computes rstd; `amax`
-    computes rstd in the same read of x."""
+    """RMSNorm x * rstd * weight of x [rows, C] and weight [C]. `value` and `amax` compute rstd, fp32 [rows], in the same
+    read of x; if neither was called, the first access to `rstd` computes it."""
 
     def __init__(self, x: Tensor, weight: Tensor, eps: float) -> None:
         self.matrix, self.weight, self.eps = x, weight, eps
@@ -191,8 +191,8 @@ class RmsNormed(LazyMatrix):
 
 
 class AddedNormed(RmsNormed):
-    """RMSNorm of `matrix` = x + more [rows, C], rounded to the dtype of x. The first kernel that reads x and more, for rstd,
-    the amax or the values, also writes `matrix`."""
+    """RMSNorm of the sum `matrix` = x + more [rows, C], which is rounded to the dtype of x. The first kernel that reads x and
+    `more` (for rstd, the amax or the values) also writes `matrix`."""
 
     def __init__(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> None:
         self.x, self.more, self.weight, self.eps = x, more, weight, eps
@@ -259,7 +259,8 @@ class Gated(LazyMatrix):
 
 
 class Summed(LazyMatrix):
-    """Matrix x [rows, C], which may be lazy. The cast of x also computes column sums: the bias gradient, if x is dy."""
+    """Matrix x [rows, C], which may be lazy. The cast of x also computes the column sums of x; for x = dy these are the
+    gradient of the bias."""
 
     def __init__(self, x: Tensor | LazyMatrix) -> None:
         self.x = x

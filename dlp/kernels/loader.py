@@ -2,8 +2,8 @@
 
 The first use on a CUDA machine compiles the module; `python -m dlp.kernels.build` compiles ahead of the first use. The module
 is stored in the user's cache (`cache_folder`), in a folder named by a digest of sources, flags, architectures and the versions
-of torch, Python and CUDA. If many ranks start together, one rank compiles behind a file lock. The sources include no torch
-header: compilation takes seconds, and works under a CPU build of torch, unlike `torch.utils.cpp_extension`.
+of torch, Python and CUDA. If many ranks start together, one rank compiles under a file lock while the others wait. No source
+includes a torch header: compilation takes seconds and works under a CPU build of torch, unlike `torch.utils.cpp_extension`.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ INSTALL = {  # program or header -> command that installs the program or header
 }
 INSTEAD = "without native kernels casts run the plain-torch reference, and GEMMs run torch"
 
-# Parts of PyPI's compiler besides nvcc: package -> a path that it installs, in the folder of nvcc, or of an environment
-# that nvcc's environment stands on top of
+# Packages that nvcc from PyPI needs: package -> a path that the package installs, relative to the folder nvidia/cu<major> of
+# this environment or of a parent environment.
 PARTS = {
     "nvidia-nvvm": "nvvm/bin/cicc", "nvidia-cuda-crt": "include/crt/host_config.h",
     "nvidia-cuda-runtime": "lib/libcudart.so.{major}", "nvidia-cuda-cccl": "include/cccl",
 }  # fmt: skip
 
-# Scales need IEEE arithmetic: no approximations, no contraction, denormals are preserved.
+# Scales need IEEE arithmetic: no approximations, no contraction of a * b + c to an FMA, denormals are preserved.
 NVCC_FLAGS = ("-std=c++17 -O3 -lineinfo -ftz=false -prec-div=true -prec-sqrt=true -fmad=false "
               "-Xcompiler=-fPIC,-fvisibility=hidden")  # fmt: skip
 CXX_FLAGS = "-std=c++17 -O2 -fPIC -fvisibility=hidden"
 
 
 class Added(NamedTuple):
-    """Flags behind NVCC_FLAGS and CXX_FLAGS."""
+    """Flags that are appended to NVCC_FLAGS and CXX_FLAGS."""
 
     nvcc: str = ""
     cxx: str = ""
 
 
 NOTHING = Added()
-# For a check that the sources compile: both architectures from front end to machine code, and the module linked. Most of the
-# time of a full compilation is spent on optimization of device code.
+# Flags for a check that the sources compile: the sources are compiled to machine code and linked, but device code is not
+# optimized, which takes most of the time of a full compilation.
 CHECK = Added(" -Ofc=max -Xcompiler=-O0", " -O0")
 
 
@@ -74,17 +74,18 @@ class BuildError(RuntimeError):
 
 
 class MissingError(BuildError):
-    """A program or package is missing. The message names the missing part, and the message of `load` also names the
-    fallback."""
+    """Error for a missing program, package or GPU. The message names the missing part; in messages of `load`, the fallback
+    follows."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
     """Paths of programs and headers, and the version of CUDA, such as "13.0".
 
+    includes  folders of the headers of Python and pybind11
     runtime   shared libcudart for linking; "": nvcc links the static libcudart
     origin    source of nvcc, for messages
-    headers   folders of headers of CUDA that nvcc does not know
+    headers   folders of CUDA headers that nvcc does not search by default
     """
 
     nvcc: str
@@ -103,7 +104,7 @@ def cache_folder(name: str) -> Path:
 
 
 def _choose(toolkit: str) -> str:
-    """Return the advice for a wrong nvcc."""
+    """Return the advice how to select another nvcc: `toolkit` describes the CUDA toolkit that is needed."""
     return f"set CUDA_HOME to {toolkit}, or put its nvcc first on PATH"
 
 
@@ -156,7 +157,8 @@ def packaged_nvcc() -> Packaged | None:
 
 
 def _root_of(package: str, root: Path, roots: Sequence[Path], major: str) -> Path | None:
-    """Return the folder that has a part of the compiler, preferably `root`, the folder of nvcc, where nvcc looks for nvvm."""
+    """Return the folder in which a package of PARTS is installed, preferably `root`, the folder of nvcc; None if it is missing.
+    nvcc looks for nvvm only in `root`."""
     allowed = [root] if package == "nvidia-nvvm" else [root, *roots]
     return next((each for each in allowed if (each / PARTS[package].format(major=major)).exists()), None)
 
@@ -177,7 +179,7 @@ def _program(name: str) -> str:
 
 
 def _major_release() -> str:
-    """Return the major release of torch's CUDA; for a torch without CUDA, of the packages of PyPI."""
+    """Return the major release of torch's CUDA, or PACKAGED for a torch without CUDA."""
     return (torch.version.cuda or PACKAGED).split(".")[0]
 
 
@@ -213,7 +215,8 @@ def find_toolchain() -> Toolchain:
 
 
 def architecture() -> str:
-    """Return nvcc's name of this machine's GPU. Raises MissingError for a GPU without kernels, and without a GPU."""
+    """Return nvcc's name of this machine's GPU, such as "sm_90a". Raises MissingError without a GPU, and for a GPU that is not
+    in ARCHITECTURES."""
     if not torch.cuda.is_available():
         raise MissingError(f"native kernels need a CUDA device, and torch {torch.__version__} finds no CUDA device")
     capability = torch.cuda.get_device_capability()
@@ -268,8 +271,8 @@ def ninja_file(tools: Toolchain, files: Sequence[Path], architectures: Sequence[
 
 
 def _link(tools: Toolchain) -> str:
-    """Return the command that links the module. PyPI's nvcc does not find the static libraries of its defaults; for PyPI's nvcc
-    the linker is c++, with the shared libcudart that torch loads."""
+    """Return the command that links the module. nvcc from PyPI does not find the static libraries that nvcc links by default;
+    then c++ links the module to the shared libcudart that torch loads."""
     if not tools.runtime:
         return f"{tools.nvcc} -shared $in -o $out"
     return f"{tools.cxx} -shared $in -o $out {tools.runtime}"
@@ -314,13 +317,14 @@ def compile_module(tools: Toolchain, architectures: Sequence[str], added: Added 
             (folder / "build.ninja").write_text(ninja_file(tools, files, architectures, added))
             run_ninja(tools, folder)
             ready.parent.mkdir(exist_ok=True)
-            built.replace(ready)  # appears only when complete
+            built.replace(ready)  # `ready` exists only after a complete compilation
             print(f" {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return ready
 
 
 def _compiled() -> Path:
-    """Return the path of the module for this machine's GPU. Raises MissingError, which names the fallback, and BuildError."""
+    """Return the path of the compiled module for this machine's GPU. Raises MissingError, with the fallback in the message, or
+    BuildError if the sources do not compile."""
     try:
         arch, tools = architecture(), find_toolchain()
         check_cuda(tools)

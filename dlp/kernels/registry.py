@@ -1,13 +1,14 @@
 """Look-up in the kernel table (`dlp.kernels.table`): which kernel runs an operation on a device, and the kernel's printed name.
 
-    entry      `KernelEntry`: one kernel of one operation, with conditions as plain data and functions that launch the kernel
+    entry      `KernelEntry`: one kernel of one operation: the function that launches it, its devices, conditions on arguments
     device     one of DEVICES: "cpu", "cuda" (a GPU on which this package's kernels cannot be built), "sm_90", "sm_100"
-    look-up    the entries of an operation on a device are asked from the last registered to the first; the first that supports
-               a call runs
+    look-up    the entries of an operation on a device are tried from the last registered to the first; the first entry that
+               supports the arguments runs
 
-An operation is a function of `dlp.kernels.ops`. The decorator `operation` makes the operation from a reference in plain torch,
-which is an entry on every device. All GEMMs are one operation, and each entry (`GemmEntry`) lists pairs of operands.
-`gemm_kernels` looks up the entries of a pair once and returns a launch without further look-ups.
+An operation is a function of `dlp.kernels.ops`. The decorator `operation` turns a function in plain torch, the reference, into
+an operation; the reference is an entry on every device. All GEMMs are one operation, and each entry (`GemmEntry`) lists the
+pairs of operands that it multiplies. `gemm_kernels` looks up the entries of a pair once; the launch that `GemmKernels.bind`
+returns makes no further look-ups.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from dlp.kernels import loader
 from dlp.kernels.launches import NotPlain, is_recording
 
 DEVICES = ("cpu", "cuda", "sm_90", "sm_100")
-NATIVE = ("sm_90", "sm_100")  # where the kernels of this package run
-REFERENCE = "reference"  # the printed name of plain torch
-GEMM = "gemm"  # the operation of all GEMMs
+NATIVE = ("sm_90", "sm_100")  # devices on which the kernels of this package run
+REFERENCE = "reference"  # printed name of the plain-torch entries
+GEMM = "gemm"  # name of the operation of all GEMMs
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -87,13 +88,13 @@ class KernelEntry:
     operation  name of the function in `dlp.kernels.ops`
     name       as plans print the kernel
     run        function that launches the kernel, with the arguments of the operation
-    devices    of DEVICES
+    devices    names in DEVICES of the devices on which the kernel runs
     reads      dtypes of the first argument, a matrix [rows, cols]; (): any tensor
     takes      condition on the arguments; None: all arguments
     prepare    function that prepares a later launch: for casts a launch for many matrices, for GEMMs a launch for two layouts;
                None: not available
-    captured   whether all launches go through `dlp.kernels.launches` or torch, so that they may be captured; a forward or
-               backward with another kernel is launched one by one
+    captured   whether all launches go through `dlp.kernels.launches` or torch, where a recording sees them; a forward or
+               backward that runs an entry with `captured=False` is not captured: its kernels are launched one by one
     """
 
     operation: str
@@ -109,13 +110,13 @@ class KernelEntry:
 class OperandLayout(Protocol):
     """Description of an operand of a GEMM.
 
-    gemm_kind      name for the meaning of the parts
+    gemm_kind      name of the kind of operand, such as "fp8_block_1d", which defines the parts (list in `gemm_entries`)
     block          number of elements that share a scale along (rows, contraction); 0: the whole dimension
     bf16_exact     whether decoded values are exact in bf16
-    factors        scale that `factor_parts` returns: of the "tensor", of each "row", or "" (no scale); None: decoded values do
-                   not factor
-    decode_parts   parts -> fp32 values [rows, contraction]
-    factor_parts   parts -> values that are exact in bf16, and the scale
+    factors        scale that `factor_parts` returns: one per "tensor", one per "row", or "" (no scale); None: `factor_parts`
+                   is not available, because decoded values are not bf16 values times such a scale
+    decode_parts   function: parts -> fp32 values [rows, contraction]
+    factor_parts   function: parts -> values that are exact in bf16, and the scale, fp32 [] or [rows], or None
     """
 
     @property
@@ -134,11 +135,11 @@ class GemmLaunchOptions(NamedTuple):
     """Options of one launch of a GEMM.
 
     fast_accumulation   sum FP8 products inside the tensor core only; no effect on other operands
-    tuned               run the measured algorithm, if a measurement exists
+    tuned               run the algorithm that `dlp.kernels.tune` measured as the fastest, if a measurement exists
     allow_reference     allow the plain-torch reference on a GPU, if no kernel supports the GEMM
-    sms                 number of SMs; 0: all
-    out                 tensor for the result
-    alpha               factor of the sums
+    sms                 number of SMs on which the GEMM runs; 0: all
+    out                 tensor for the result; None, or another shape, dtype or layout than the result has: a new tensor
+    alpha               factor by which the sums of products are multiplied
     rounds              allow rounding the product to bf16 before the sum with a bf16 accumulator
     """
 
@@ -173,13 +174,14 @@ class GemmEntry(KernelEntry):
 
     formats    pairs of `gemm_kind` of A and B; (): any pair for which no other entry applies
     layouts    condition on the layouts of A and B; None: all
-    status     "native": the device's own unit for the formats; "emulated": decoded values or plain torch; "own": user-defined
-    when       `takes` in a word, printed with the name
-    cublaslt   what cuBLASLt multiplies, see `dlp.kernels.table.Gemm`
+    status     "native": a GEMM unit of the device reads the formats; "emulated": decoded values or plain torch; "own":
+               user-defined
+    when       short name of the condition `takes`, printed with the name of the kernel
+    cublaslt   kind of operands that cuBLASLt multiplies, see `dlp.kernels.table.Gemm`
     """
 
     operation: str = field(default=GEMM, init=False)
-    run: Callable[..., Any] = field(default=None)  # type: ignore[assignment]  # where there is `prepare`
+    run: Callable[..., Any] = field(default=None)  # type: ignore[assignment]  # None if there is `prepare`
     formats: tuple[tuple[str, str], ...] = ()
     layouts: Callable[[OperandLayout, OperandLayout], bool] | None = None
     status: str = "own"
@@ -279,7 +281,7 @@ def operation(reference: Function) -> Function:
     """Decorator: make a function in plain torch the reference of the operation of the same name.
 
     The returned operation runs the first entry that supports the arguments, on the device of the first argument. The reference
-    reads tensors: a lazy matrix (`lazy_operation`) is stored first. Raises ValueError for a name that exists.
+    reads tensors: a `LazyMatrix` is computed and stored first. Raises ValueError if an operation of this name exists.
     """
     name = reference.__name__
     entry = KernelEntry(operation=name, name=REFERENCE, run=reference, captured=True)
@@ -330,8 +332,8 @@ def entries(operation: str, device: str) -> tuple[KernelEntry, ...]:
 def cast_kernel(operation: str, device_type: str) -> str:
     """Return the printed name of the kernel of a cast on a device type, "cpu" or "cuda", for matrices in bf16 or fp32.
 
-    Where kernels cannot be built, the name is "reference" with the reason. On CUDA this function builds the kernels, once per
-    machine.
+    If kernels cannot be built, the name is "reference" with the reason in parentheses. For "cuda" this function builds the
+    kernels, once per machine.
     """
     missing = loader.missing() if device_type == "cuda" else ""
     found = entries(operation, device_kind(device_type))

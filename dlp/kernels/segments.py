@@ -1,11 +1,11 @@
 """Canonical sums (`dlp.kernels.canonical`) of GEMMs by the tensor cores of GPUs.
 
-Each segment is a GEMM of bf16 values with a fixed order of addition: cuBLASLt's algorithm is chosen once for the length of the
-segment, for 4096 rows and columns and without splitting the contraction, and every number of rows, columns and segments uses
-that algorithm. So an element has the same bits beside any other rows and columns. A kernel adds the segments by the tree.
+Each segment is a GEMM of bf16 values with a fixed order of addition: for each length of a segment, an algorithm of cuBLASLt
+that does not split the contraction is chosen once, for 4096 rows and columns, and used for all numbers of rows, columns and
+segments. So the bits of an element do not depend on the other rows and columns. A kernel adds the segments by the tree.
 
-The bits depend on the version of cuBLASLt and on the kind of GPU, and differ from the exact sums of `canonical.products`, which
-operands run whose values are not exact in bf16.
+The bits depend on the version of cuBLASLt and on the kind of GPU, and differ from the bits of `canonical.products`, which
+computes canonical sums of operands whose values are not exact in bf16.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dlp.kernels import gemms
 from dlp.kernels.codes import sum_by_tree
 from dlp.kernels.registry import NATIVE, device_of
 
-ROOM = 2**26  # fp32 sums of segments that are held at a time
-ROW_UNIT = 8  # elements of bf16 in the 16 bytes that cuBLASLt aligns rows to
+ROOM = 2**26  # largest number of fp32 sums of segments in memory at a time
+ROW_UNIT = 8  # number of bf16 elements in 16 bytes, the alignment of rows for cuBLASLt
 
 
 class Factored(NamedTuple):
@@ -33,7 +33,7 @@ class Factored(NamedTuple):
 
 
 def takes(pairs: Sequence[tuple[Factored, Factored]], segments: int) -> bool:
-    """Return whether `products` runs these operands. The answer is equal on all ranks that share the segments."""
+    """Return whether `products` supports these operands. The answer is equal on all ranks that share the segments."""
     operands = [operand for pair in pairs for operand in pair]
     return device_of(operands[0].values) in NATIVE and all(
         operand.values.dtype == torch.bfloat16
@@ -44,7 +44,7 @@ def takes(pairs: Sequence[tuple[Factored, Factored]], segments: int) -> bool:
 
 
 def products(pairs: Sequence[tuple[Factored, Factored]], segments: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Sum over i of a_i [rows, C_i] @ b_i [cols, C_i].T -> [rows, cols], rounded once to `dtype`; each C_i is cut into
+    """Return the sum over i of a_i [rows, C_i] @ b_i [cols, C_i].T, [rows, cols], rounded once to `dtype`; each C_i is cut into
     `segments` segments. The products of one segment are added in the order of i, then the segments by the tree."""
     rows, cols = (len(operand.values) for operand in pairs[0])
     if not rows * cols * sum(a.values.shape[1] for a, _ in pairs):
@@ -71,6 +71,6 @@ def _aligned(values: Tensor) -> Tensor:
 
 
 def _alpha(*scales: Tensor | None) -> Tensor | None:
-    """Return the product of the scales that there are."""
+    """Return the product of the scales that are not None; None if both are None."""
     there = [scale for scale in scales if scale is not None]
     return there[0] * there[1] if len(there) == 2 else there[0] if there else None

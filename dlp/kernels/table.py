@@ -4,9 +4,10 @@
     GEMMS      GEMMs: pair of operands, devices, printed name, function, condition
 
 The first row that applies to a call runs (`dlp.kernels.registry`). An operand of a GEMM is described by the string `gemm_kind`
-and sizes (`OperandLayout`): the table knows no format.
+and by sizes (`OperandLayout`), so that the table does not depend on the classes of formats.
 
-A user's kernel is registered in the same form, for an operation or a format of dlp or of the user, and goes before these rows:
+A user registers a kernel in the same form, for an operation or format of dlp or for a user-defined one. Such a kernel has
+priority over these rows:
 
     register(GemmEntry(name="int6 mm", run=int6_gemm, formats=(("int6", "int6"),), devices=("cpu",)))
 """
@@ -47,7 +48,7 @@ class Kernel(NamedTuple):
     takes       condition on the arguments; None: all arguments
     reads       dtypes of the first argument, a matrix; (): any tensor
     prepare     function that prepares one launch for many matrices; None: not available
-    devices     of DEVICES
+    devices     names in DEVICES of the devices on which the kernel runs
     name        as plans print the kernel
     """
 
@@ -64,16 +65,16 @@ class Gemm(NamedTuple):
     """Row of GEMMS.
 
     pairs      `gemm_kind` of A and of B; ANY: all pairs for which no other row applies
-    devices    of DEVICES
+    devices    names in DEVICES of the devices on which the kernel runs
     name       as plans print the kernel
-    status     "native": the device's own unit for the formats; "emulated": decoded values, or plain torch
+    status     "native": a GEMM unit of the device reads the formats; "emulated": decoded values, or plain torch
     run        function of `dlp.kernels.gemm_entries`
-    layouts    whether `run` takes the layouts of A and B first
+    layouts    whether the layouts of A and B are the first two arguments of `run`
     exact      condition on the layouts of A and B; None: all
     takes      condition on the arguments of a launch; None: all
-    when       `takes` in a word, printed with the name
-    cublaslt   what cuBLASLt multiplies, for `dlp.kernels.tune`: "values", "codes" with scales, "sums" (codes without scales,
-               summed in fp32) or "tiles" (codes and scales of a block-scaled tensor core); "": nothing
+    when       short name of the condition `takes`, printed with the name of the kernel
+    cublaslt   kind of operands that cuBLASLt multiplies, for `dlp.kernels.tune`: "values", "codes" with scales, "sums" (codes without scales,
+               summed in fp32) or "tiles" (codes and scales of a block-scaled tensor core); "": cuBLASLt does not run
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -193,7 +194,7 @@ GEMMS = (
 
 def _entry(row: Gemm) -> GemmEntry:
     check = partial(gemm.checked, scales_inside=bool(row.cublaslt))
-    # ANY: checks decoded operands
+    # functions for ANY pair check the decoded operands
     prepare = gemm.of_layouts(row.run, check if row.pairs else None) if row.layouts else None
     return GemmEntry(
         name=row.name, devices=row.devices, formats=row.pairs, status=row.status, run=check(row.run), prepare=prepare,

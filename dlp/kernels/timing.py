@@ -1,13 +1,13 @@
 """Timing of work on one GPU, in milliseconds.
 
-    device_ms      device time in a burst that is queued behind an idle kernel, so that the host does not limit the burst
-    parts_ms       device time of each part of the work, in the same way
+    device_ms      device time of a run in a burst; the device waits until the burst is queued, so the host does not limit it
+    parts_ms       device time of each part of a run, measured as in device_ms
     sustained_ms   device time under continuous load
     host_ms        time of one run that starts on an idle device, including the work of the host
 
-The results differ because the clock frequency depends on the load. Large GEMMs bring an H200 to the power limit: within 0.1 s
-of load the clock falls from 1980 MHz to 1400-1500 MHz, depending on the work and on idle time. Short idle times between runs
-therefore make work look faster, FP8 more than bf16, and may change the fastest algorithm of cuBLASLt.
+The results differ because the clock frequency of a GPU depends on the load: large GEMMs bring the GPU to its power limit, and
+the clock falls within a fraction of a second. Short idle times between runs therefore make work look faster, FP8 more than
+bf16, and may change the fastest algorithm of cuBLASLt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 
 Run = Callable[[], object]
-ROUNDS = 5
+ROUNDS = 5  # number of measurements, of which the median is returned
 SETTLING = 0.25  # seconds of load before the first measurement
 AHEAD = 3  # number of batches that are queued or running while the host queues the next batch
 
@@ -48,7 +48,7 @@ def sustained_ms(run: Run, count: int = 4, *, settling: float = SETTLING, rounds
     while len(times) < rounds:
         for _ in range(count):
             run()
-        late = marks[-1].query()  # previous work is complete: the device waits for the host
+        late = marks[-1].query()  # previous work is already complete: the device waited for the host
         marks.append(_mark())
         if len(marks) <= AHEAD:
             continue
@@ -79,7 +79,7 @@ def host_ms(run: Run, *, settling: float = SETTLING, rounds: int = 2 * ROUNDS + 
 
 def _burst_ms(parts: Sequence[Run], count: int) -> list[float]:
     """Return the milliseconds of each part, summed over `count` runs."""
-    ahead = 10_000_000  # clocks
+    ahead = 10_000_000  # clock cycles for which the device waits while the host queues the runs
     while True:
         torch.cuda.synchronize()
         torch.cuda._sleep(ahead)

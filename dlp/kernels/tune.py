@@ -7,8 +7,8 @@ Candidates are timed under continuous load, as in a training run. The choices ar
 device, by version of cuBLASLt and problem; later GEMMs of all processes use the choices. The recipe option `tuned = false`
 ignores the choices.
 
-The exit status is 2, with a message, if the kernels, the config or the file cannot be used. Choices that were measured before a
-failure stay.
+The exit status is 2, with a message, if the kernels, the config or the file cannot be used. After a failure, the choices that
+were measured before stay stored.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dlp.kernels import gemm_entries, gemms, loader
 from dlp.kernels.registry import GemmLaunchOptions
 from dlp.kernels.timing import device_ms, sustained_ms
 
-BURST, BATCH, ROUNDS = 3, 8, 5  # calls in a burst, calls in a batch, number of times for the median
-SETTLING = 0.1  # seconds
+BURST, BATCH, ROUNDS = 3, 8, 5  # calls per burst, calls per batch, number of measurements for a median
+SETTLING = 0.1  # seconds of load before the first measurement
 BETTER = 0.98  # a candidate must take less than this share of the time of the first candidate
 
 
@@ -103,8 +103,8 @@ def _other_plans() -> Iterator[dict[tuple[gemms.GemmProblem, int, bool], Any]]:
 
 @contextmanager
 def by_candidates(chosen: Mapping[gemms.GemmProblem, int]) -> Iterator[None]:
-    """Context manager in which GEMMs of these problems run by these candidates on the current device. Raises RuntimeError at
-    the end if another GEMM has run."""
+    """Context manager in which GEMMs run with the given candidates on the current device; `chosen`: problem -> index of the
+    candidate. Raises RuntimeError at the end if a GEMM of another problem has run."""
     device = torch.cuda.current_device()
     with _other_plans() as plans:
         for problem, candidate in chosen.items():
@@ -156,7 +156,8 @@ def by_cublaslt(problem: Mapping[str, Any]) -> bool:
 
 
 def multiplied(problem: Mapping[str, Any]) -> str:
-    """Return what cuBLASLt multiplies in this GEMM (`cublaslt` in the kernel table); "": nothing."""
+    """Return the kind of operands that cuBLASLt multiplies in this GEMM (`cublaslt` in the kernel table); "" without
+    cuBLASLt."""
     entry = gemm_entries.entry_named(problem["kernel"])
     return "" if entry is None else entry.cublaslt
 

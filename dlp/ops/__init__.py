@@ -1,6 +1,6 @@
-"""dlp.ops: models of small operations, which are fused differently in forward and in backward (docs/ops.md).
+"""dlp.ops: modules built from small operations, which are fused differently in forward and in backward (docs/ops.md).
 
-The names are those of `transformer_engine.pytorch.ops`. All names of `__all__` are public.
+The names follow `transformer_engine.pytorch.ops`. All names in `__all__` are public.
 """
 
 from dlp.kernels.ops import Produced

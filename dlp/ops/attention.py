@@ -1,14 +1,14 @@
 """DotProductAttention: `torch.nn.functional.scaled_dot_product_attention` under the names of Transformer Engine (TE).
 
-    mask type            keys that query i sees, off = Sk - Sq of "bottom_right" types, else 0
+    mask type            keys j that query i attends to; off = Sk - Sq for "bottom_right" types, else 0
     no_mask              all
     causal               j <= i + off
     padding              keys that are False in `attention_mask` [B, 1, 1, Sk]
     arbitrary            keys that are False in `attention_mask` [B or 1, H or 1, Sq, Sk]
-    padding_causal       both
-    window_size (l, r)   in addition i + off - l <= j <= i + off + r; -1: no bound
+    padding_causal       keys that both "padding" and "causal" allow
+    window_size (l, r)   for each type only keys with i + off - l <= j <= i + off + r; -1: no bound
 
-A causal mask without window, bias and padding is not built: torch's kernels have this mask.
+For a causal mask without window, bias and padding no mask tensor is built: torch's kernels compute this mask (is_causal).
 """
 
 from __future__ import annotations
@@ -33,27 +33,31 @@ UNBOUNDED = -1
 
 
 class DotProductAttention(nn.Module):
-    """Compute softmax(scale * q k^T + bias, masked) v by kernels of torch, under the keywords of Transformer Engine.
+    """Compute softmax(mask(scale * q k^T + bias)) v by torch's `scaled_dot_product_attention`.
+
+    The keywords are those of `DotProductAttention` of Transformer Engine.
 
     Args:
         num_attention_heads: query heads on this rank.
-        kv_channels: features of a head; a pair (q and k, v) where these differ.
+        kv_channels: features of a head; a pair (features of q and k, features of v) if these differ.
         num_gqa_groups: key and value heads on this rank; None: as many as query heads.
         attention_dropout: probability of dropout of attention weights in training.
         qkv_format: "bshd" or "sbhd".
-        attn_mask_type: mask type.
-        window_size: number of keys to the left and to the right that a query attends to; None: no window.
-        bottom_right_diagonal: whether the diagonal of the causal mask ends at the last key; None: as the mask type says.
+        attn_mask_type: one of "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal",
+            "padding_causal_bottom_right", "arbitrary".
+        window_size: number of keys to the left and to the right that a query attends to; -1: no bound; None: no window.
+        bottom_right_diagonal: whether the last query is aligned with the last key (True) or the first query with the first key
+            (False) in causal masks and windows; None: the mask type decides.
         softmax_scale: factor of the scores; None: 1 / sqrt(kv_channels).
-        **options: options of Transformer Engine, which are refused with the way out.
+        **options: other options of Transformer Engine. They raise TypeError; the message names an alternative.
 
     Shape:
         - q: [B, S, heads, D]; k, v: [B, S, groups, D]; or [S, B, ...] for "sbhd"
         - output: [B, S, heads * D], or [S, B, heads * D]
 
     Raises:
-        ValueError: for an unknown format or mask type, and for groups that do not divide the heads.
-        TypeError: for an option of Transformer Engine without counterpart.
+        ValueError: for an unknown format or mask type, and if num_gqa_groups does not divide num_attention_heads.
+        TypeError: for an option of Transformer Engine that dlp does not support.
 
     Examples:
         >>> attention = ops.DotProductAttention(4, 16)
@@ -61,7 +65,7 @@ class DotProductAttention(nn.Module):
         torch.Size([2, 8, 64])
     """
 
-    reads_sequences = True  # refused on a mesh with cp > 1
+    reads_sequences = True  # `dlp.convert` refuses this module on a mesh with cp > 1
 
     def __init__(
         self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None, *,
@@ -73,7 +77,8 @@ class DotProductAttention(nn.Module):
         refuse(type(self).__name__, ARGUMENTS["attention"], options, keywords_of(DotProductAttention.__init__))
         if qkv_format not in FORMATS:
             raise ValueError(
-                f"DotProductAttention: qkv_format must be one of {', '.join(FORMATS)}; got {qkv_format!r}: pad packed sequences"
+                f"DotProductAttention: qkv_format must be one of {', '.join(FORMATS)}; got {qkv_format!r}. Packed "
+                f"sequences (thd) are not supported: pad the sequences"
             )
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
@@ -96,21 +101,23 @@ class DotProductAttention(nn.Module):
         bottom_right_diagonal: bool | None = None, checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias", core_attention_bias: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip  # many parameters: those of Transformer Engine's method
-        """Attend.
+        """Compute the attention output.
 
         Args:
-            query_layer, key_layer, value_layer: The heads, in `qkv_format`.
-            attention_mask: Boolean, True where a key is not seen.
-            attn_mask_type, window_size, bottom_right_diagonal: Override the arguments of the constructor.
-            checkpoint_core_attention: Compute attention again in backward.
+            query_layer, key_layer, value_layer: q, k and v, in `qkv_format`.
+            attention_mask: Boolean; True: the query does not attend to the key.
+            attn_mask_type, window_size, bottom_right_diagonal: Override the arguments of the constructor; None: no change.
+            checkpoint_core_attention: Recompute attention in backward instead of saving intermediate tensors.
             core_attention_bias_type: "no_bias", "post_scale_bias" or "pre_scale_bias".
-            core_attention_bias: [B or 1, H or 1, Sq, Sk], added to the scores behind or before the scale.
+            core_attention_bias: [B or 1, H or 1, Sq, Sk], added to the scores after the scaling
+                ("post_scale_bias") or before the scaling ("pre_scale_bias").
 
         Shape: [B, S, H, D] or [S, B, H, D] -> [B, S, H * D] or [S, B, H * D].
 
         Raises:
-            ValueError: For inputs with another number of heads, and for a mask or bias that does not fit the types.
-            TypeError: For a missing input, and for an option of Transformer Engine without counterpart.
+            ValueError: For inputs with another number or size of heads, and for a mask or bias that does not fit
+                attn_mask_type or core_attention_bias_type.
+            TypeError: For a missing input, and for an option of Transformer Engine that dlp does not support.
         """
         refuse("DotProductAttention.forward", FORWARD, options, keywords_of(DotProductAttention.forward))
         if query_layer is None or key_layer is None or value_layer is None:
@@ -147,15 +154,15 @@ class DotProductAttention(nn.Module):
 
 
 def _checked_mask(kind: str) -> str:
-    """The mask type. Raises ValueError for an unknown type."""
+    """Return the mask type; raise ValueError for an unknown type."""
     if kind not in MASKS:
         raise ValueError(f"DotProductAttention: the mask type must be one of {', '.join(MASKS)}; got {kind!r}")
     return kind
 
 
 def _bias(kind: str, bias: Tensor | None, scale: float) -> Tensor | None:
-    """The bias that is added to the scaled scores. Raises ValueError for an unknown type, or if the tensor of the type
-    is missing."""
+    """Return the bias to add to the scaled scores: a "pre_scale_bias" is multiplied by `scale`. Raises ValueError for an
+    unknown type, for a type without its tensor, and for a tensor with "no_bias"."""
     if kind not in BIASES or (bias is None) != (kind == "no_bias"):
         raise ValueError(
             f"DotProductAttention: core_attention_bias_type must be one of {', '.join(BIASES)}, with core_attention_bias "
@@ -168,15 +175,15 @@ def seen_keys(
     kind: str, window: tuple[int, int] | None, corner: bool | None, heads: tuple[Tensor, Tensor], given: Tensor | None,
     explicit: bool,
 ) -> tuple[Tensor | None, bool]:  # fmt: skip
-    """The mask of torch's attention, True where a key is seen, and whether torch's causal mask replaces the tensor.
+    """Return `attn_mask` (True: the query attends to the key; None: no mask tensor) and `is_causal` for torch's attention.
 
     Args:
         kind: Mask type.
-        window: Bounds to the left and to the right.
-        corner: Whether the diagonal ends at the last key; None: as the mask type says.
+        window: Numbers of keys to the left and to the right; None: no window.
+        corner: Whether the last query is aligned with the last key; None: the mask type decides.
         heads: q and k, [B, H, S, D].
-        given: The attention_mask of the caller, True where a key is not seen.
-        explicit: Whether the mask must be a tensor.
+        given: The attention_mask of the caller (True: the query does not attend to the key); None: no mask.
+        explicit: Whether the mask must be a tensor (a bias is merged into the mask), so that is_causal cannot be used.
     """
     takes = kind.startswith("padding") or kind == "arbitrary"
     if takes != (given is not None):

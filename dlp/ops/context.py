@@ -1,4 +1,4 @@
-"""OperationContext: values that one forward of a basic op keeps for the backward."""
+"""OperationContext: values that the forward of a basic op stores for its backward, as `ctx` in torch.autograd.Function."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ Saved = Tensor | None | Callable[[], Tensor]
 
 
 class OperationContext:
-    """Record that forward of a basic operation keeps for backward.
+    """Values that the forward of a basic operation stores for its backward, as `ctx` in torch.autograd.Function.
 
-    An operation may set further attributes: values that are not tensors and that are equal in all calls with tensors of these
-    shapes.
+    An operation may set further attributes. Their values must not be tensors, and must be equal in all calls with tensors of
+    the same shapes.
 
     Attributes:
-        requires_grad: whether there will be a backward.
+        requires_grad: whether the backward of this operation will run.
         needs_dx: whether backward must return the gradient of the input.
-        to_save: arguments of `save_for_backward`.
-        saved_tensors: these tensors, in backward.
-        dirty: inputs that forward has written to.
-        pass_tensors: tensors that a linear reads in this pass only; dropped afterwards.
-        deferred: tensors of a backward whose wgrad is delayed.
-        shared_addresses: addresses of gradients that several outputs share.
+        to_save: tensors passed to `save_for_backward`, until they are saved.
+        saved_tensors: the saved tensors, in backward.
+        dirty: inputs that forward has written to (`mark_dirty`).
+        pass_tensors: weights and operands that a linear reads in the current pass; empty in other operations.
+        deferred: operands of a delayed wgrad, in the backward of a linear with delay_wgrad.
+        shared_addresses: addresses of gradient tensors that autograd passed for more than one output: do not write to them.
 
     Examples:
         >>> ctx = ops.OperationContext()
@@ -48,15 +48,15 @@ class OperationContext:
         def __setattr__(self, name: str, value: object) -> None: ...
 
     def save_for_backward(self, *tensors: Saved) -> None:
-        """Keep tensors for backward, which finds them in `saved_tensors`. For a tensor that exists only after a later op has
-        run, such as rstd of a lazy norm, pass a function that returns the tensor: the function is called after the forward of
-        all ops."""
+        """Save tensors for backward, where they are in `saved_tensors`. For a tensor that a later operation computes, such as
+        rstd of a norm that the next cast computes, pass a function that returns the tensor. The function is called after the
+        forward of all operations."""
         self.to_save = tensors
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        """Mark the inputs that forward has written to, for autograd."""
+        """Tell autograd which inputs forward has written to."""
         self.dirty = tensors
 
 
-# The attributes of the class; all others in an instance were set by an op, or by the fuser for a linear.
+# Names of the attributes of the class. Other attributes of an instance were set by an op, or by the fuser for a linear.
 OWN = frozenset(OperationContext.__annotations__) | {"requires_grad", "needs_dx"}

@@ -1,4 +1,4 @@
-"""Converted: an op that runs converted linears of a model. Parameters, names and recipes stay in the modules of the model."""
+"""Converted: an op that runs linears of a converted model. The modules of the model keep parameters, names and recipes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dlp.parallel.linear.modules import ConvertedLinear
 
 
 class Converted(Linear):
-    """Use linears that `dlp.convert` made as one operation of a sequence.
+    """Run linears of a model after `dlp.convert` as one operation of a sequence.
 
-    Names, layer groups and checkpoints of the model stay as they are. The output of a row-parallel linear is summed over tp
+    Names, layer groups and checkpoints of the model do not change. The output of a row-parallel linear is summed over tp
     before the bias is added. Linears with hooks are called as modules.
 
     Args:
-        *modules: one converted linear, or all siblings in their order, which return a tuple.
+        *modules: one converted linear; or all siblings in their order, then the output is a tuple.
 
     Shape:
-        - x: [..., in_features] of the linear on this rank
-        - y: [..., out_features] of the linear on this rank
+        - x: [..., in_features], of the linear on this rank
+        - y: [..., out_features], of the linear on this rank
 
     Raises:
-        ValueError: for modules that are not converted linears, for some but not all siblings, and for linears with
-            `return_bias`.
+        ValueError: for modules that are not converted linears, for an incomplete set of siblings, for siblings of which only
+            some have a bias, and for linears with `return_bias`.
 
     Examples:
         >>> model = nn.ModuleDict({"up": nn.Linear(64, 128)})
@@ -40,7 +40,9 @@ class Converted(Linear):
         linears = [module for module in modules if isinstance(module, ConvertedLinear)]
         other = next((type(module).__name__ for module in modules if module not in linears), None)
         if other is not None or not linears:
-            raise ValueError(f"ops.Converted: a {other} is not a converted linear: pass linears of dlp.convert")
+            raise ValueError(
+                f"ops.Converted: a {other} is not a converted linear: pass linears of a model after dlp.convert"
+            )
         core, names = linears[0].core, ", ".join(linear.name for linear in linears)
         if [member.module for member in core.members] != linears:
             raise ValueError(f"ops.Converted: {names} do not run as one layer: pass all siblings, in their order")
@@ -62,7 +64,7 @@ class Converted(Linear):
         return linears
 
     def reset_parameters(self) -> None:
-        """Do nothing: the converted linears have a `reset_parameters`."""
+        """Do nothing: call `reset_parameters` of the converted linears instead."""
 
     def forward(self, x: Any) -> Any:  # type: ignore[override]
         """Call the converted linears as modules."""

@@ -1,10 +1,10 @@
-"""Fusions: functions that replace ops of a sequence by fused ops, in one pass or in both.
+"""Fusions: functions that replace ops of a sequence by fused ops, in forward, in backward or in both.
 
-    func(ops, *, recipe) -> ops     `recipe`: the recipe of the first linear, None without a linear
+    func(ops, *, recipe) -> ops     recipe: the recipe of the first linear; None: there is no linear
 
-The ops that a fusion returns must expand to the same basic ops in the same order. The fusions of `dlp.ops.fused`, one file per
-fusion, are applied first, then registered fusions in the order of registration; `prepend=True` puts a fusion before all
-others. After a registration all fusers plan again.
+The ops that a fusion returns must expand to the same basic ops in the same order. The fusions of `dlp.ops.fused` (one file per
+fusion) are applied first, then the fusions of users in the order of their registration. A fusion that is registered with
+`prepend=True` is applied before all fusions registered so far. After a registration all fusers make new plans.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Match = Sequence[Any]
 
 @dataclass
 class Fusions:
-    """The registered fusions, by pass. version: number of registrations; plans of another version are not used."""
+    """The registered fusions of each pass, in the order in which they are applied.
+
+    version: number of registrations so far; fusers do not use plans that were made at another version.
+    """
 
     forward: list[Fusion] = field(default_factory=list)
     backward: list[Fusion] = field(default_factory=list)
@@ -42,21 +45,21 @@ REGISTERED = Fusions()
 
 
 def load_shipped() -> None:
-    """Register the fusions of `dlp.ops.fused`: each module of this folder registers a fusion when imported."""
+    """Import the modules in `dlp/ops/fused`; each of them registers a fusion."""
     folder = Path(__file__).parent / "fused"
     for name in sorted(module.name for module in pkgutil.iter_modules([str(folder)])):
         importlib.import_module(f"dlp.ops.fused.{name}")
 
 
 def register_forward_fusion(func: Fusion, prepend: bool = False) -> None:
-    """Apply a function to the operations of all forward passes.
+    """Register a function that fuses operations in forward.
 
-    Registering a fusion makes all sequences plan again.
+    After a registration all sequences make new plans.
 
     Args:
         func: `func(ops, *, recipe)` returns operations that expand to the same basic operations in the same order; `recipe` is
-            the recipe of the first linear, or None.
-        prepend: apply `func` before all other fusions.
+            the recipe of the first linear, or None without a linear.
+        prepend: apply `func` before all fusions that are registered so far.
 
     Examples:
         >>> ops.register_forward_fusion(lambda operations, *, recipe: operations)
@@ -65,14 +68,14 @@ def register_forward_fusion(func: Fusion, prepend: bool = False) -> None:
 
 
 def register_backward_fusion(func: Fusion, prepend: bool = False) -> None:
-    """Apply a function to the operations of all backward passes; the operations come in the order of forward.
+    """Register a function that fuses operations in backward. The function gets the operations in the order of forward.
 
-    Registering a fusion makes all sequences plan again.
+    After a registration all sequences make new plans.
 
     Args:
         func: `func(ops, *, recipe)` returns operations that expand to the same basic operations in the same order; `recipe` is
-            the recipe of the first linear, or None.
-        prepend: apply `func` before all other fusions.
+            the recipe of the first linear, or None without a linear.
+        prepend: apply `func` before all fusions that are registered so far.
 
     Examples:
         >>> ops.register_backward_fusion(lambda operations, *, recipe: operations)
@@ -81,11 +84,11 @@ def register_backward_fusion(func: Fusion, prepend: bool = False) -> None:
 
 
 def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> None:
-    """Apply a function to the operations of all forward passes and of all backward passes.
+    """Register a function that fuses operations in forward and in backward.
 
     Args:
         func: as for `ops.register_forward_fusion`.
-        prepend: apply `func` before all other fusions.
+        prepend: as for `ops.register_forward_fusion`.
 
     Examples:
         >>> ops.register_forward_backward_fusion(lambda operations, *, recipe: operations)
@@ -95,10 +98,10 @@ def register_forward_backward_fusion(func: Fusion, prepend: bool = False) -> Non
 
 
 def fuse(which: str, basic_ops: Ops, recipe: Any, notes: list[str]) -> Ops:
-    """Apply all fusions of a pass to basic ops, and return the resulting ops. notes: receives a line for each pattern
-    that matches and is not fused, with the reason.
+    """Apply all fusions of pass `which` ("forward" or "backward") to basic ops, and return the resulting ops.
 
-    Raises RuntimeError for a fusion that loses, adds or moves a basic op.
+    notes: gets a line for each pattern that matches but is not fused, with the reason. Raises RuntimeError if a fusion loses,
+    adds or reorders a basic op.
     """
     ops: Ops = list(basic_ops)
     for func in getattr(REGISTERED, which):
@@ -117,7 +120,8 @@ def fuse(which: str, basic_ops: Ops, recipe: Any, notes: list[str]) -> Ops:
         moved = next((i for i, (op, expected) in pairs if op is not expected), None)
         if moved is not None:
             raise RuntimeError(
-                f"{due}; it returned [{_names(ops)}], which expand to [{_names(expanded)}]: op {moved} is lost, added or moved"
+                f"{due}; it returned [{_names(ops)}], which expand to [{_names(expanded)}]: op {moved} is lost, added or "
+                f"moved"
             )
     return ops
 
@@ -128,20 +132,23 @@ def _names(ops: Ops) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """Element of a pattern that matches one op, an instance of this class."""
+    """Element of a `Pattern`. It matches one op that is an instance of `kind`; if `optional`, the op may be absent."""
 
     kind: type
     optional: bool = False
 
 
 def maybe(kind: type) -> Step:
+    """Return an optional element of a `Pattern`."""
     return Step(kind, optional=True)
 
 
 class Pattern:
-    """A fusion that replaces neighbouring ops, one of each of these classes, by the fused op `make(*ops)`.
+    """A fusion that replaces consecutive ops of given classes by a fused op.
 
-    obstacle   takes the matched ops; returns the reason why they cannot be fused, None if they can
+    make       creates the fused op: `make(*ops)`
+    steps      for each op its class, or a `Step`
+    obstacle   `obstacle(*ops)` returns the reason why the matched ops cannot be fused; None: they can be fused
     """
 
     def __init__(
@@ -166,7 +173,7 @@ class Pattern:
         return fused
 
     def _match(self, ops: Ops) -> Match:
-        """The first ops, with all optional ops that are present, if they match the pattern; else nothing."""
+        """Return the leading ops that match the pattern, including the optional ops that are present; (): no match."""
         matched: list[Any] = []
         for step in self.steps:
             if len(matched) < len(ops) and isinstance(ops[len(matched)], step.kind):

@@ -1,8 +1,8 @@
-"""Handed: a tensor [..., C] that is quantized already, for quantized activations and gradients between modules.
+"""Handed: a quantized tensor [..., C], by which modules pass quantized activations and gradients to each other.
 
-The tensor holds the rowwise and the columnwise operand of one matrix [M, C], their quantizers, and the group whose ranks
-agreed on the scales. A linear whose recipe quantizes in the same way reads the operands unchanged; all other operations read
-the decoded values. The gradient of a `Handed` is a plain tensor.
+A `Handed` holds the rowwise and the columnwise operand of one matrix [M, C], their quantizers, and the group whose ranks
+agreed on the scales. A linear whose recipe quantizes in the same way reads these operands; all other operations read the
+decoded values. The gradient of a `Handed` is a plain tensor.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from dlp.quant.recipe import Operand, Recipe
 
 
 class CastRecord(NamedTuple):
-    """Record of the quantization of both operands.
+    """How the operands of a `Handed` were quantized.
 
-    quantizers   rowwise and columnwise
-    group        the ranks that agreed on the scales; None: this rank alone
-    strict       a linear raises if it would have to decode the operands and quantize again
+    quantizers   the rowwise and the columnwise quantizer
+    group        the ranks that agreed on the scales; None: this rank computed the scales alone
+    strict       whether a linear that cannot read the operands raises ValueError; False: it decodes and quantizes again
     bound        the spec of the only linear that may read the operands; None: any linear that casts in the same way
     """
 
@@ -45,14 +45,14 @@ class CastRecord(NamedTuple):
 
 
 class Handed(Tensor):
-    """Tensor that is quantized already, for quantized activations and gradients between modules.
+    """Quantized tensor, by which modules pass quantized activations and gradients to each other.
 
     A linear whose recipe quantizes in the same way reads the operands; all other operations read decoded values. `ops.Quantize`
-    returns this tensor. The tensor is read-only.
+    returns a `Handed`. It is read-only.
 
     Args:
         operands: rowwise and columnwise operand of the matrix [M, C].
-        cast_record: quantizers of the operands and the ranks that agreed on the scales.
+        cast_record: quantizers of the operands, and the ranks that agreed on the scales.
         shape: shape [..., C] of the tensor.
         dtype: dtype of decoded values.
 
@@ -80,12 +80,12 @@ class Handed(Tensor):
         self.operands, self.cast_record = operands, cast_record
 
     def rows(self) -> Handed:
-        """The same operands as a tensor [M, C]."""
+        """Return a `Handed` [M, C] with the same operands."""
         shape = self.numel() // self.shape[-1], self.shape[-1]
         return Handed(self.operands, self.cast_record, shape, self.dtype)
 
     def tensor(self) -> Tensor:
-        """The decoded values [..., C]."""
+        """Return the decoded values [..., C]."""
         decoded = self.operands.at(columnwise=False).dequantize(self.dtype)
         return trimmed(decoded, self.shape[-1]).reshape(self.shape)
 
@@ -97,8 +97,8 @@ class Handed(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """detach, alias, clone and views of the same shape return a `Handed` of the same operands; all other operations
-        are run on the decoded values. Raises TypeError for an operation that would write to a `Handed`."""
+        """Run an operation of torch. detach, alias, clone and view_as return a `Handed` with the same operands; all other
+        operations run on the decoded values. Raises TypeError for an operation that would write to a `Handed`."""
         if func in _KEEPS_OPERANDS and isinstance(args[0], Handed):
             x = args[0]
             return Handed(x.operands, x.cast_record, x.shape, x.dtype)
@@ -122,8 +122,8 @@ def _refuse_written(func: Any, written: Sequence[Any]) -> None:
 
 
 def why_not(recipe: Recipe, tensor: str, shape: Sequence[int]) -> str | None:
-    """Reason why `tensor`, "x" or "dy", of this recipe and shape [..., C] can only be quantized inside a layer; None: the
-    tensor can be quantized before."""
+    """Return the reason why only the layer that reads `tensor` ("x" or "dy", of shape [..., C]) can quantize it by this
+    recipe; None: an earlier module can quantize the tensor."""
     operand = recipe.of(tensor)
     if operand is None or operand.keeps_source:
         return UNQUANTIZED
@@ -149,9 +149,10 @@ def quantized(
     group: ProcessGroup | None,
     strict: bool,
 ) -> Handed:
-    """`rows` [M, C] quantized in both orientations, as `recipe` casts `tensor`, "x" or "dy"; the result has `shape` [..., C].
+    """Quantize `rows` [M, C] rowwise and columnwise, as `recipe` casts `tensor` ("x" or "dy"); return a `Handed` of `shape`
+    [..., C].
 
-    group    the ranks that hold the other token shards and agree on scales; None: this rank alone
+    group    the ranks that hold the token shards, and agree on scales; None: this rank computes the scales alone
     strict   see `CastRecord`
     """
     row = LOCAL if group is None else STYLE_THAT_GATHERS[tensor]
@@ -164,13 +165,13 @@ def quantized(
 
 @dataclass(frozen=True)
 class LayerOperand(Operand):
-    """Quantizers of x or dy of a linear, for the ops before and after the linear in one sequence.
+    """Quantizers of x or dy of a linear, with which a neighbouring op casts its output or gradient in place of the linear.
 
     bound        the spec under which the linear reads the tensor
     tensor       "x" or "dy"
-    wgrad        whether backward of the linear reads the operand of wgrad
-    record       whether autograd records the forward, so that amaxes count for delayed scales
-    obstacle     reason why the linear must receive high precision; "": the cast decides
+    wgrad        whether the backward of the linear runs wgrad, and reads this tensor for it
+    record       whether gradients are enabled, so that amaxes are recorded for delayed scales
+    obstacle     reason why the linear must receive high precision; "": none, `why_not` may find another
     """
 
     bound: BoundSpec
@@ -180,8 +181,7 @@ class LayerOperand(Operand):
     obstacle: str = ""
 
     def cast(self, value: Any, strict: bool = False) -> Handed:
-        """Cast x or dy [..., C] as the linear casts the tensor. The caller has asked `why_not`, which returned "". strict: see
-        `CastRecord`."""
+        """Cast x or dy [..., C] as the linear would. Call `cast` only if `why_not` returns "". strict: see `CastRecord`."""
         spec, rows, route = self.bound.spec, as_matrix(value), self._route(value)
         assert route.before is not None
         context = partial(cast_context, self.bound)
@@ -191,7 +191,8 @@ class LayerOperand(Operand):
         return Handed(operands, record, value.shape, rows.dtype)
 
     def _route(self, value: Any) -> Route:
-        """The route of the tensor to the GEMMs of the linear; dy is always cast rowwise, so that a `Handed` can be decoded."""
+        """Return the `Route` (casts and gathers) of the tensor to the GEMMs of the linear. dy is always cast rowwise, too, so
+        that a `Handed` can be decoded."""
         if self.tensor == "x":
             plan = self.bound.plans.get(value.shape) or plan_of(self.bound, value.shape)
             return plan.x[self.wgrad]
@@ -199,28 +200,28 @@ class LayerOperand(Operand):
         return (self.bound.plans_back.get(rows) or self.bound.plan_back(rows)).dys[True, self.wgrad]
 
     def why_not(self, value: Any) -> str:
-        """Reason why only the linear can cast x or dy [..., C]; "": the tensor can be cast before."""
+        """Return the reason why only the linear itself can cast x or dy [..., C]; "": `cast` can cast the tensor."""
         if self.keeps_source:
             return UNQUANTIZED
         return self.obstacle or inside_only(self.bound.spec, self._route(value))
 
 
 def bound_reader(layer: Any) -> BoundSpec:
-    """The spec under which a linear outside of this sequence runs now: the spec of the layer, or of the autocast region.
-    TypeError for a module without the casts of a linear."""
+    """Return the spec under which a linear of another module would run now: the spec of the layer, or of the autocast region.
+    Raises TypeError for a module that is no linear of dlp."""
     core = getattr(layer, "core", None)
     if not isinstance(core, LayerState):
         raise TypeError(
             f"reader must be a linear of dlp; got {type(layer).__name__}: pass the layer that reads the tensor, or pass "
             f"recipe= instead"
         )
-    # compiled code cannot look up the region
+    # torch.compile cannot trace the lookup of the autocast region
     region = None if torch.compiler.is_dynamo_compiling() else active_region()
     return core.bound if region is None else region.spec_for(core)
 
 
 def reader_operand(layer: Any, bound: BoundSpec, tensor: str, record: bool) -> LayerOperand:
-    """Quantizers of x or dy of a linear of another sequence, under the spec `bound`."""
+    """Return the quantizers of `tensor` ("x" or "dy") of a linear of another module, under the spec `bound`."""
     operand, core, obstacle = bound.spec.recipe.of(tensor), layer.core, ""
     assert operand is not None
     biased = not core.bias_apart and any(each.module._parameters.get(each.bias) is not None for each in core.members)
@@ -236,15 +237,15 @@ def quantize_for(value: Tensor, quantizers: Operand | Reader | None) -> Tensor:
 
     Args:
         value: output of the op, or gradient of the input of the op.
-        quantizers: `next_op_input_quantizer` for the output, `prev_op_grad_output_quantizer` for the gradient.
+        quantizers: `next_op_input_quantizer` to quantize the output, `prev_op_grad_output_quantizer` to quantize the gradient.
 
     Shape:
         - value: [..., C]
 
     Returns:
-        A `Handed`, which the linear reads without another cast; in traced calls a dense tensor that is accompanied by the
-        operands. `value` itself without quantizers, for recipes that do not quantize, and where only the linear can cast; the
-        printed plan then has the reason.
+        A `Handed`, which the linear reads without another cast; in traced calls a dense tensor with the operands as an
+        attribute. If `quantizers` is None, if the recipe does not quantize, or if only the linear can cast: `value` itself. In
+        the last case the printed plan states the reason.
 
     Raises:
         TypeError: for quantizers that the fuser did not pass to the op.

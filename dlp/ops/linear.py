@@ -1,13 +1,13 @@
 """BasicLinear and Linear: dlp's parallel linear as ops.
 
-    BasicLinear   y = x @ weight.T; casts, communication and GEMMs follow from recipe, style and overlap (`LinearCore`)
-    Linear        BasicLinear; row-parallel: AllReduce or ReduceScatter of y over tp; Bias, added once, after the sum
+    BasicLinear   y = x @ weight.T; recipe, style and overlap decide casts, communication and GEMMs (`LinearCore`)
+    Linear        BasicLinear, then AllReduce or ReduceScatter of y over tp if row-parallel, then Bias, which is added once
 
-    x [..., K]    w [N, K]    y [..., N]    siblings: several w, which share one cast of x, and a tuple of y
+    x [..., K]    w [N, K]    y [..., N]    siblings: several w, which share one cast of x; y is a tuple
 
-x and dy may be lazy, for example results of a norm or an activation: the cast then computes the values. If the ops of a
-row-parallel `Linear` run one by one, the BasicLinear multiplies without communication; the fused op
-(`dlp.ops.fused.reduced_linear`) is one row of the style table, with the overlap of this style.
+x and dy may be lazy, for example results of a norm or an activation: the cast then computes the values. A row-parallel `Linear`
+runs in one of two forms. If its ops are fused (`dlp.ops.fused.reduced_linear`), the linear sums y itself, as a row-parallel
+layer with its overlap strategy. If they are not fused, the BasicLinear multiplies without communication, and the next op sums.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class BasicLinear(BasicOperation, modules.Linear):
         recipe: name of a recipe, or a `Recipe`.
         overlap: "auto", "serial" or "chunked".
         return_bias: see `ops.Linear`.
-        save_original_input: save x in high precision and quantize x again for wgrad; for an x that another operation saves
+        save_original_input: save x in high precision, and quantize x again for wgrad. Saves memory if another operation saves x
             anyway.
-        **options: delay_wgrad, init_method, name, device and dtype, as of `dlp.Linear`.
+        **options: delay_wgrad, init_method, name, device and dtype, as in `dlp.Linear`.
 
     Shape:
         - x: [..., in_features]
@@ -74,8 +74,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         - weight: [out_features, in_features]
 
     Raises:
-        ValueError: for an unknown mode, a mode without group where there are several ranks, row-parallel siblings, sizes that
-            tp does not divide, and x of another size.
+        ValueError: for an unknown mode, for a mode without group if there are several ranks, for row-parallel siblings, for
+            sizes that tp does not divide, and for an x with another last dimension.
 
     Examples:
         >>> ops.BasicLinear(64, 128, recipe="fp8_current")(torch.randn(16, 64)).shape
@@ -111,7 +111,7 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     @property
     def reduced(self) -> bool:
-        """Whether y is a partial sum, which a later op sums over ranks."""
+        """Whether y is a partial sum, which must be summed over tp ranks after the GEMM."""
         return False
 
     def op_parameters(self) -> Sequence[Tensor]:
@@ -123,20 +123,21 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     @property
     def planned_spec(self) -> LinearSpec:
-        """The spec for which a plan is made; fusions read style, recipe and options from it."""
+        """The spec for which a plan is being made. Fusions read style, recipe and options from this spec."""
         spec: LinearSpec = vars(self).get("_planned") or self.core.spec
         return spec
 
     @property
     def pads(self) -> bool:
-        """Whether the recipe of `planned_spec` zero-pads a weight."""
+        """Whether the recipe of `planned_spec` zero-pads a weight to complete blocks."""
         _, n, k = self.planned_spec.recipe.units
         return any(held(weight).shape[0] % n or held(weight).shape[1] % k for weight in self.op_parameters())
 
     # Called by the fuser
 
     def local_weights(self, bound: BoundSpec) -> list[Tensor]:
-        """This rank's weights, plain tensors. Raises RuntimeError if FSDP has resharded them."""
+        """Return this rank's weights as plain tensors. Raises RuntimeError for a weight that FSDP has not gathered, or that is
+        no longer a DTensor on tp."""
         parameters = self.op_parameters()
         for parameter in parameters:
             if bound.spec.group is not None or isinstance(parameter, DTensor):
@@ -144,8 +145,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         return [held(parameter) for parameter in parameters]
 
     def operands(self, bound: BoundSpec, dtype: torch.dtype, record: bool) -> tuple[Any, Sequence[Tensor]]:
-        """The operands of the weights for x of this dtype, cast before the pass (`WeightParts`; None: not cast), and the
-        tensors that fprop reads. record: whether there may be a backward."""
+        """Return the operands of the weights, if they were cast before the pass for an x of this dtype (`WeightParts`; None:
+        they were not), and the codes and scales that fprop reads. record: whether gradients are enabled."""
         weight_parts = self.core.weights.operands_for(bound, dtype)
         if weight_parts is not None:
             return weight_parts, weight_parts.rowwise
@@ -166,7 +167,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         return self._layer_operand(ctx, "dy")
 
     def _layer_operand(self, ctx: OperationContext, tensor: str) -> LayerOperand:
-        """The quantizers of x or dy, with the cast of this linear."""
+        """Return the quantizers with which this linear casts "x" or "dy", as a `LayerOperand` for the neighbouring op."""
         recipe, needs_dw = ctx.bound.spec.recipe, any(ctx.needs_dw)
         operand = recipe.of(tensor)
         assert operand is not None
@@ -178,8 +179,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         )  # fmt: skip
 
     def why_stored(self, ctx: OperationContext, producer: BasicOperation) -> str:
-        """Reason why no cast of x computes the output of `producer`, which is stored first; "": the cast on a GPU computes the
-        output, or x is not cast."""
+        """Return the reason why the output of `producer`, the op before, is stored before the cast of x reads it; "": the cast
+        on a GPU computes the output, or x is not cast."""
         recipe = ctx.bound.spec.recipe
         if producer.in_casts is None or recipe.x.keeps_source:
             return ""
@@ -209,7 +210,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         return ys if len(ys) > 1 else ys[0]
 
     def _unreduced(self, ctx: OperationContext) -> BoundSpec:
-        """The spec without the sum over ranks, if another op computes the sum."""
+        """Return the spec without communication if another op sums y (`reduced`); else the spec of the call."""
         return without_communication(ctx.bound) if self.reduced else ctx.bound
 
     def multiply(
@@ -220,14 +221,14 @@ class BasicLinear(BasicOperation, modules.Linear):
         biases: Sequence[Tensor | None] | None = None,
         finish: Finish = NO_FINISH,
     ) -> tuple[Tensor, ...]:
-        """y_i = x @ w_i.T (+ biases) under the spec `bound`; the tensors that backward reads are saved in ctx.
+        """Compute y_i = x @ w_i.T (+ bias_i) for each weight, under the spec `bound`, and save the tensors for backward in ctx.
 
-        biases   by weight; None: no bias is added
-        finish   epilogue of the GEMM: a factor, or a tensor to add into
+        biases   for each weight its bias or None; None: no bias is added
+        finish   epilogue of the GEMM: a factor, and a tensor to which the product is added
         """
         if isinstance(input_, tuple):
             raise ValueError(
-                f"{bound.spec.name}: expected one tensor; got {len(input_)}: combine siblings by SwiGLU or GEGLU"
+                f"{bound.spec.name}: expected one tensor; got {len(input_)}: put a gate such as SwiGLU before this linear"
             )
         if input_.dtype != ctx.dtype:
             ctx.dtype, (ctx.weight_parts, parts) = input_.dtype, self.operands(ctx.bound, input_.dtype, ctx.record)
@@ -249,19 +250,19 @@ class BasicLinear(BasicOperation, modules.Linear):
         return tuple(ys)
 
     def _dy(self, grad: Any, bound: BoundSpec) -> Any:
-        """dy as a matrix [M, N]; lazy and quantized dy are returned as such."""
+        """Return dy as a matrix [M, N]. A lazy dy stays lazy, and a quantized dy that this linear can read stays quantized."""
         grad = accepted(bound, grad, "dy") if is_handed(grad) else grad
         return grad.rows() if is_handed(grad) else rows_of(grad)
 
     def operands_back(self, ctx: OperationContext) -> Sequence[Tensor]:
-        """The tensors that dgrad reads for weights that were not cast before the pass."""
+        """Return the codes and scales that dgrad reads, for weights that were not cast before the pass."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         everyone, read = range(len(weights)), ctx.bound.weights.read
         return parts_of(read(ctx.bound, everyone, weights, ctx.x_dtype, columnwise=True, record=True))
 
     def targets(self, ctx: OperationContext) -> tuple[Any, ...]:
-        """Return for each weight the main gradient to which wgrad is written or added, or None. An empty list: autograd
-        gets all wgrads."""
+        """Return for each weight the main gradient into which the wgrad GEMM writes or adds, or None; an empty tuple if all
+        wgrads are returned to autograd."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         if not ctx.bound.weights.main_grads or self._waits(ctx):
             return ()
@@ -269,7 +270,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         return tuple([to if needed else None for to, needed in zip(into, ctx.needs_dw, strict=False)])
 
     def _waits(self, ctx: OperationContext) -> bool:
-        """Whether wgrads are delayed until `dlp.backward_dw`."""
+        """Whether the wgrads of this backward are delayed until `dlp.backward_dw`."""
         return waits(ctx.bound.spec.options.delay_wgrad, ctx.needs_dx)
 
     def has_end_backward(self, ctx: OperationContext) -> bool:
@@ -277,8 +278,11 @@ class BasicLinear(BasicOperation, modules.Linear):
         return bool(ctx.bound.weights.main_grads) or self._waits(ctx)
 
     def end_backward(self, ctx: OperationContext, grads: list[Tensor | None], deferred: Sequence[Tensor]) -> None:
-        """Finish a backward after its launches, captured or not: mark written main gradients, which are in `grads`, by weight,
-        and keep `deferred`, the operands of delayed wgrads, for `dlp.backward_dw`."""
+        """Finish a backward after its launches, which may have been replayed.
+
+        grads      for each weight its gradient; the entries of written main gradients are set to what autograd gets
+        deferred   operands of the delayed wgrads, which are stored for `dlp.backward_dw`
+        """
         for i in ctx.written:
             main = ctx.bound.weights.main_grads[i]
             assert main is not None
@@ -293,8 +297,8 @@ class BasicLinear(BasicOperation, modules.Linear):
     def differentiate(
         self, ctx: OperationContext, grad_output: Value, bound: BoundSpec, finish: Finish = NO_FINISH
     ) -> tuple[Value, list[Tensor | None]]:
-        """dx and, by weight, dw under the spec `bound`; None for gradients that are not needed. finish: epilogue of dgrad, as
-        in `multiply`; the factor also applies to wgrad."""
+        """Compute dx, and for each weight dw, under the spec `bound`; None for gradients that are not needed. finish: epilogue
+        of dgrad, as in `multiply`; its factor also applies to wgrad."""
         count = len(ctx.needs_dw)
         if not ctx.requires_grad:
             return None, [None] * count
@@ -332,7 +336,7 @@ class BasicLinear(BasicOperation, modules.Linear):
     # Under torch.compile and dispatch modes
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """y of the complete `Linear`, with the sum over ranks and the bias."""
+        """Compute y of the complete `Linear`, including the sum over ranks and the bias."""
         ys = self.core.by_ops(one_tensor(x))
         return ys if len(ys) > 1 else ys[0]
 
@@ -342,12 +346,12 @@ def _ranks() -> int:
 
 
 def without_communication(bound: BoundSpec) -> BoundSpec:
-    """The spec of the same layer without communication."""
+    """Return the spec of the same layer without communication."""
     return with_style(bound, LOCAL, bound.spec.group)
 
 
 def with_style(bound: BoundSpec, row: ParallelStyle, group: ProcessGroup | None) -> BoundSpec:
-    """The spec of the same layer with another row of the style table, over the ranks of `group`."""
+    """Return the spec of the same layer with another style, over the ranks of `group`."""
     other: BoundSpec | None = bound.cache.get((with_style, row, group))
     if other is None:
         spec = replace(bound.spec, style=row, group=group, tokens=None)
@@ -364,17 +368,18 @@ class Linear(BasicLinear):
         in_features: size of the last dimension of x.
         out_features: size of the last dimension of y; a tuple creates siblings that read the same x.
         bias: whether to add a bias.
-        output: "quantized": the next module receives y as quantized by the recipe of this layer; a linear of the same
-            sequence receives y in high precision and casts y.
-        grad_input: "quantized": the previous module receives dx as quantized by the recipe.
-        **options: options of `ops.BasicLinear`. With return_bias the bias is returned as an extra output, not added.
+        output: "values" or "quantized". "quantized": y is quantized by the recipe of this layer, unless the next op is a linear
+            of the same sequence, which casts y itself.
+        grad_input: "values" or "quantized". "quantized": dx is quantized by the recipe of this layer, unless the previous op is
+            a linear of the same sequence, which casts dx itself.
+        **options: options of `ops.BasicLinear`. With return_bias the bias is returned as an extra output, and not added.
 
     Shape:
         - x: [..., in_features]
         - y: [..., out_features], or a tuple for siblings
 
     Raises:
-        ValueError: for another `output` or `grad_input`, and for a quantized output of siblings.
+        ValueError: for an unknown `output` or `grad_input`, and for output="quantized" with siblings.
 
     Examples:
         >>> model = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, (128, 128), recipe="fp8_current"), ops.SwiGLU())
@@ -382,7 +387,7 @@ class Linear(BasicLinear):
         torch.Size([16, 128])
     """
 
-    output = grad_input = "values"  # a `Converted` has these, too
+    output = grad_input = "values"  # defaults for `Converted`, which does not call this constructor
 
     def __init__(
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = True, *, output: str = "values",
@@ -393,14 +398,15 @@ class Linear(BasicLinear):
                 raise ValueError(f'{name} must be "values" or "quantized"; got {given!r}')
         if output == "quantized" and not isinstance(out_features, int):
             raise ValueError(
-                f'output="quantized" needs one out_features; got {out_features!r}: pass siblings to a gate'
+                f'output="quantized" needs one out_features; got {out_features!r}: leave output out, and pass siblings to a '
+                f"gate such as SwiGLU"
             )
         super().__init__(in_features, out_features, bias=bias, **options)
         self.biased, self.output, self.grad_input = bias, output, grad_input
-        self.own_fuser()  # created here, because compiled code cannot create the fuser
+        self.own_fuser()  # created here, because torch.compile cannot trace the creation of a fuser
 
     def te_names(self, fused: bool = False) -> TeNames:
-        """Return the names of tensors in Transformer Engine, which builds this layer from a BasicLinear and a Bias."""
+        """Return the names of the parameters in Transformer Engine, whose `ops.Linear` contains a BasicLinear and a Bias."""
         return {f"basic_ops.{int(name == 'bias')}.{name}": its for name, its in names_of(self, "", "").items()}
 
     @property
@@ -412,7 +418,7 @@ class Linear(BasicLinear):
         ops: Sequence[BasicOperation] | None = vars(self).get("_ops")
         if ops is None:
             spec = self.core.spec
-            behind: list[BasicOperation] = []  # torch.compile traces no `list[...]()`
+            behind: list[BasicOperation] = []  # torch.compile cannot trace `list[...]()`
             if self.reduced:
                 behind.append((ReduceScatter if spec.style.fprop.reduce == "scatter" else AllReduce)(spec.tp_group))
             for op in behind:

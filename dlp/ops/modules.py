@@ -1,7 +1,7 @@
-"""LayerNormLinear and LayerNormMLP of ops, with the names and keywords of `transformer_engine.pytorch`.
+"""LayerNormLinear and LayerNormMLP, built from ops, with the names and keywords of `transformer_engine.pytorch`.
 
-Both are `Sequential`s, and fuse like a `Sequential`. Parameters have the names of a `Sequential`; `te_names` maps the names of
-Transformer Engine to these names (`dlp.ops.te_names`).
+Both are subclasses of `Sequential`: their ops are fused, and parameters are named as in a `Sequential`. `te_names` maps the
+names of Transformer Engine to these names (`dlp.ops.te_names`).
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ ACTIVATIONS = {
     "reglu": ReGLU, "sreglu": SReGLU, "swiglu": SwiGLU, "glu": GLU, "clamped_swiglu": ClampedSwiGLU,
 }  # fmt: skip
 GATES = (GEGLU, QGEGLU, ReGLU, SReGLU, SwiGLU, GLU, ClampedSwiGLU)
-SAME = ("recipe", "overlap", "device", "init_method", "name", "save_original_input")  # options that `Linear` has, too
+SAME = ("recipe", "overlap", "device", "init_method", "name", "save_original_input")  # options passed on to `Linear`
 OPTIONS = ("tp_group", "tp_size", "sequence_parallel", "params_dtype", "delay_wgrad_compute", *SAME)
 
 
 def _chosen(what: str, table: dict[str, Any], name: str) -> Any:
-    """The class of this name. Raises ValueError for a name that is not in the table."""
+    """Return the class of this name. Raises ValueError for a name that is not in the table. what: kind of class, for the
+    message."""
     if name not in table:
         raise ValueError(f"unknown {what} {name!r:.60}: choose from {', '.join(table)}")
     return table[name]
 
 
 def own_options(layer: str, family: str, options: dict[str, Any], *classes: Any) -> dict[str, Any]:
-    """The supported options among keywords that a constructor does not name. Raises TypeError for other keywords, with the
-    keywords of the constructors of `classes` and the options."""
+    """Return the entries of `options` that are supported (`OPTIONS`). Raises TypeError for other entries; the message lists the
+    keywords of the constructors of `classes`, and `OPTIONS`."""
     others = {name: value for name, value in options.items() if name not in OPTIONS}
     named = (name for each in classes for name in keywords_of(each.__init__))
     refuse(layer, ARGUMENTS[family], others, dict.fromkeys((*named, *OPTIONS)))
@@ -60,10 +61,10 @@ def own_options(layer: str, family: str, options: dict[str, Any], *classes: Any)
 
 
 def linear_options(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a `Linear`, from a parallel mode and further options of a module.
+    """Translate `options` of Transformer Engine and a parallel mode to keywords of `Linear`.
 
-    Raises ValueError for an unknown mode, for tp options without a mode, and for a tp_size that differs from the size of the
-    group.
+    Raises ValueError for an unknown mode, for tp options without a mode, and for a tp_size that differs from the size of
+    tp_group.
     """
     keywords: dict[str, Any] = {name: options[name] for name in SAME if name in options}
     if options.get("delay_wgrad_compute"):
@@ -81,7 +82,7 @@ def linear_options(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
         return keywords
     size = options.get("tp_size", 1)
     if size not in (1, None, group.size()):
-        raise ValueError(f"tp_size {size} is not the size of tp_group, {group.size()}: leave tp_size out")
+        raise ValueError(f"tp_size is {size}, but tp_group has {group.size()} ranks: leave tp_size out")
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": group}
     return keywords | parallel | {"sequence_parallel": options.get("sequence_parallel", False)}
 
@@ -95,7 +96,7 @@ def _norm(normalization: str, size: int, eps: float, zero_centered_gamma: bool, 
 
 
 class _WithNorm(Sequential):
-    """A Sequential that begins with a norm. returns_norm: the output of the norm is returned as the last result."""
+    """A Sequential that begins with a norm. returns_norm: whether forward also returns norm(x), as the last result."""
 
     returns_norm = False
 
@@ -108,17 +109,17 @@ class _WithNorm(Sequential):
 
 
 class LayerNormLinear(_WithNorm):
-    """Compute Linear(norm(x)), under the names and keywords of Transformer Engine.
+    """Compute Linear(norm(x)), with the names and keywords of Transformer Engine.
 
     Args:
         in_features: size of the last dimension of x.
         out_features: size of the last dimension of y; a tuple creates siblings.
-        eps: number added in the norm.
+        eps: number that the norm adds to the variance or the mean square.
         bias: whether the linear has a bias.
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: multiply by 1 + weight in the norm.
-        parallel_mode: None, "column" or "row" over `tp_group`.
-        return_bias: return the bias instead of adding the bias; one for each sibling.
+        parallel_mode: how `tp_group` shards the weight: None (not), "column" or "row".
+        return_bias: return the bias as a further result, one for each sibling, instead of adding it.
         return_layernorm_output: return norm(x) as the last result.
         **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method,
             name, save_original_input.
@@ -152,23 +153,24 @@ class LayerNormLinear(_WithNorm):
 
 
 class LayerNormMLP(_WithNorm):
-    """Compute Linear(act(Linear(norm(x)))), under the names and keywords of Transformer Engine.
+    """Compute Linear(act(Linear(norm(x)))), with the names and keywords of Transformer Engine.
 
-    A gated activation such as "swiglu" reads two siblings of `ffn_hidden_size` features each.
+    With a gated activation such as "swiglu" the first linear consists of two siblings of `ffn_hidden_size` features each.
 
     Args:
         hidden_size: size of the last dimension of x and y.
-        ffn_hidden_size: size between the linears.
-        eps: number added in the norm.
+        ffn_hidden_size: number of features between the two linears.
+        eps: number that the norm adds to the variance or the mean square.
         bias: whether the linears have biases.
         normalization: "LayerNorm" or "RMSNorm".
-        activation: "gelu", "relu", "silu", "srelu", "swiglu", "geglu", "reglu", "glu" and others.
+        activation: "gelu", "qgelu", "relu", "silu", "srelu", "geglu", "qgeglu", "reglu", "sreglu", "swiglu", "glu" or
+            "clamped_swiglu".
         activation_params: keywords of the activation, such as `limit` of "clamped_swiglu".
         zero_centered_gamma: multiply by 1 + weight in the norm.
-        set_parallel_mode: the first linear is column-parallel over `tp_group`, the second row-parallel.
-        return_bias: return the bias of the second linear instead of adding the bias.
+        set_parallel_mode: make the first linear column-parallel and the second row-parallel over `tp_group`.
+        return_bias: return the bias of the second linear as a further result instead of adding it.
         return_layernorm_output: return norm(x) as the last result.
-        output_layer_init_method: init_method of the second linear.
+        output_layer_init_method: init_method of the second linear; None: as the first.
         **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method,
             name, save_original_input.
 

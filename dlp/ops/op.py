@@ -1,11 +1,11 @@
 """Base classes of operations, with the names and signatures of `transformer_engine.pytorch.ops`.
 
-    BasicOperation   one step: `op_forward(ctx, input_, ...)` and `op_backward(ctx, grad_output)`; a module that can also be
-                     called alone
-    FusedOperation   several basic ops in one: `fuser_forward`, `fuser_backward`, or one of the two
-    ctx              an `OperationContext`: values that one forward of an op keeps for the backward
+    BasicOperation   a single operation with `op_forward(ctx, input_, ...)` and `op_backward(ctx, grad_output)`; also a module,
+                     which can be called outside of a sequence
+    FusedOperation   several basic ops that run as one, by `fuser_forward`, `fuser_backward` or both
+    ctx              an `OperationContext`: values that the forward of an op stores for its backward
 
-Ops compute under `no_grad`; autograd sees one function, the fuser (`dlp.ops.fuser`).
+Ops compute under `no_grad`; autograd sees a single function, the fuser (`dlp.ops.fuser`).
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ class FusibleOperation(nn.Module):
 
     @property
     def expanded(self) -> Sequence[BasicOperation]:
-        """The basic ops that a fuser runs for this op: for a `Linear` also the sum over ranks and the bias."""
+        """The basic ops that a fuser runs for this op. For a `Linear` they include the sum over ranks and the bias."""
         return self.basic_ops
 
     @property
     def owners(self) -> Sequence[nn.Module]:
-        """The modules that users see in place of this op: if such a module has hooks, the op must be called as a module."""
+        """The modules on which users may register hooks for this op. If one of them has hooks, the op is called as a module,
+        and is not fused."""
         return (self,)
 
     @property
@@ -54,21 +55,21 @@ class FusibleOperation(nn.Module):
 
     @property
     def basic_extra_inputs(self) -> int:
-        """The number of extra inputs of all basic ops."""
+        """The total number of extra inputs of the basic ops."""
         return sum(op.num_extra_inputs for op in self.expanded)
 
     @property
     def basic_extra_outputs(self) -> int:
-        """The number of extra outputs of all basic ops."""
+        """The total number of extra outputs of the basic ops."""
         return sum(op.num_extra_outputs for op in self.expanded)
 
     def forward(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """Call the op outside of a Sequential, by a fuser of the basic ops. kwargs: keywords of the first basic op."""
+        """Run the op outside of a Sequential, with a fuser for this op. kwargs: keyword arguments of the first basic op."""
         kwargs_by_op = [kwargs] + [{}] * (len(self.expanded) - 1)
         return self.own_fuser()(x, *extra_inputs, basic_op_kwargs=kwargs_by_op)
 
     def own_fuser(self) -> OperationFuser:
-        """The fuser of this op alone, which is not a submodule and is not pickled."""
+        """Return the fuser for calls of this op outside of a Sequential. It is not a submodule, and not pickled."""
         fuser: OperationFuser | None = vars(self).get("_fuser")
         if fuser is None:
             fuser = vars(self)["_fuser"] = OperationFuser([self])
@@ -78,49 +79,53 @@ class FusibleOperation(nn.Module):
         return {name: value for name, value in vars(self).items() if name != "_fuser"}
 
     def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
-        """Reason why pass `which`, "forward" or "backward", cannot be captured: on a GPU the pass has effects that
-        recorded launches do not repeat. Empty: the pass can be captured."""
+        """Return the reason why pass `which` ("forward" or "backward") cannot be captured, because it has effects that a replay
+        of its launches would not repeat; "": the pass can be captured."""
         raise NotImplementedError
 
-    # The fuser calls these two. A fused op overrides one or both of them; `BasicOperation` calls op_forward and op_backward.
+    # The fuser calls the next two methods. Fused ops override one or both. In a basic op they call op_forward and op_backward.
 
     def fuser_forward(
         self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras,
         prev_op_grad_output_quantizer: Operand | None, next_op_input_quantizer: Operand | None,
         basic_op_kwargs: Sequence[Mapping[str, Any]],
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:  # fmt: skip
-        """The output, and the extra outputs of each basic op. All `basic_op_` arguments have one element for each basic op."""
+        """Compute the output, and for each basic op its extra outputs. The `basic_op_` arguments have one element for each
+        basic op; for the other arguments see `BasicOperation.op_forward`."""
         raise NotImplementedError
 
     def fuser_backward(
         self, basic_op_ctxs: Sequence[OperationContext], grad_output: Value, *, basic_op_grad_extra_outputs: Extras
     ) -> tuple[Value, Grads, Grads]:
-        """The gradient of the input, and for each basic op the gradients of parameters and of extra inputs."""
+        """Compute the gradient of the input, and for each basic op the gradients of its parameters and of its extra inputs. The
+        `basic_op_` arguments have one element for each basic op."""
         raise NotImplementedError
 
 
 class BasicOperation(FusibleOperation):
-    """Base class of one step of a computation: define `op_forward` and `op_backward`, and use the class in `ops.Sequential`.
+    """Base class of single operations for `ops.Sequential`. Subclasses define `op_forward` and `op_backward`.
 
-    Autograd does not look inside. An operation with extra inputs or outputs defines `fuser_forward` and `fuser_backward`
-    instead.
+    Autograd does not differentiate `op_forward`. An operation with extra inputs or outputs defines `fuser_forward` and
+    `fuser_backward` instead.
 
     Attributes:
-        num_extra_inputs: tensors that the operation takes besides its input.
-        num_extra_outputs: tensors that the operation returns besides its output.
-        takes: kinds of input and gradient that the operation can read besides floating-point tensors: "lazy", "many", "handed",
-            and "integers" for the first operation of a sequence.
-        none_grads: the operation accepts None as the gradient of an output that was not used; otherwise zeros are allocated.
-        launches: on a GPU the operation only launches kernels of dlp and takes views, so that its launches can be captured.
-        settings: names of attributes that users may change between calls and that fusions or launches depend on; after a change
-            plans and captured launches are made anew.
-        passes_through: "input_quantizer" or "grad_output_quantizer", if the operation passes its input or gradient through, so
-            that the neighbour on the other side provides the quantizer.
-        token_rows: rows of a token shard, in an operation that conversion has replicated over tp; else None.
-        traced_by: linear that does the work of this operation when operations run one by one; else None.
-        traced_note: difference under torch.compile and dispatch modes, for the plan.
-        in_casts: whether casts on a GPU compute the output, in place of reading a stored output; None: the output is a tensor.
-        layer_name: name in a converted model, else the name of the class.
+        num_extra_inputs: number of tensors that the operation takes besides its input.
+        num_extra_outputs: number of tensors that the operation returns besides its output.
+        takes: kinds of values that the operation can read besides floating-point tensors: "lazy" (`ops.Produced`), "many" (a
+            tuple of siblings), "handed" (`ops.Handed`), and, in the first operation of a sequence, "integers".
+        none_grads: whether the operation accepts None as the gradient of an unused output; False: it gets zeros instead.
+        launches: whether the operation on a GPU only launches kernels of dlp and takes views, so that it can be captured.
+        settings: names of attributes that users may change between calls, and on which fusions or launches depend. After a
+            change the fuser discards plans and captured launches.
+        passes_through: contains "input_quantizer" if the operation returns its input unchanged, so that the operation before
+            gets the quantizers of the operation after; contains "grad_output_quantizer" if it returns the gradient unchanged,
+            so that the operation after gets the quantizers of the operation before.
+        token_rows: number of rows of a token shard, if conversion has replicated the operation over tp; else None.
+        traced_by: linear whose `plain` also computes this operation, when operations run one by one; else None.
+        traced_note: text for the plan: how calls under torch.compile and dispatch modes differ; "": no difference.
+        in_casts: True: the next cast on a GPU can compute the output; False: the output is always stored before a cast, and the
+            plan says so; None: the plan says nothing.
+        layer_name: name of the operation in a converted model; else the name of the class.
 
     Examples:
         >>> class Double(ops.BasicOperation):
@@ -158,39 +163,41 @@ class BasicOperation(FusibleOperation):
         return [parameter for parameter in self._parameters.values() if parameter is not None]
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """The op as code that autograd and torch.compile differentiate. Returns the output, or a tuple of the output and the
-        extra outputs. By default an autograd function of this op alone."""
+        """Run the op under torch.compile or a dispatch mode, as code that autograd differentiates. Return the output, or a
+        tuple of the output and the extra outputs. The default is an autograd function that calls the methods of this op."""
         return one_op(self, type(self).__name__, x, extra_inputs, kwargs)
 
     @property
     def plan_notes(self) -> Sequence[str]:
-        """Text of the printed plan about the last call of this op, printed after the name of the op."""
+        """Texts about the last call of this op, which the printed plan shows after the name of the op."""
         return ()
 
-    # The fuser calls these methods when it makes a plan. Linears and ops with quantizers override them.
+    # The fuser calls the next five methods when it makes a plan. Linears and ops that quantize override them.
 
     def planned(self, ctx: OperationContext) -> None:
-        """Prepare for a plan for calls like the call of `ctx`."""
+        """Called for each op when the fuser makes a plan, before it looks for fusions. `ctx`: the op's context in the call
+        that is planned. A linear stores its spec, which fusions read; other ops do nothing."""
 
     def recipe_of(self, ctx: OperationContext) -> Recipe | None:
-        """The recipe of this op; None: no recipe."""
+        """Return the recipe of this op; None: the op has no recipe."""
         return None
 
     def input_quantizer(self, ctx: OperationContext) -> Operand | None:
-        """The quantizers of the input, a `dlp.quant.recipe.Operand`; None: the op does not cast the input."""
+        """Return the quantizers with which the op casts its input; None: it does not cast the input."""
         return None
 
     def grad_output_quantizer(self, ctx: OperationContext) -> Operand | None:
-        """The quantizers of the gradient of the output; None: the op does not cast the gradient."""
+        """Return the quantizers with which the op casts the gradient of its output; None: it does not cast the gradient."""
         return None
 
     def passed(self, quantizers: Operand | None) -> Operand | None:
-        """The quantizers of a neighbour, for the op on the other side of an op that passes the tensor through."""
+        """Return the quantizers that one neighbour of this op gets, given the quantizers of the other neighbour. Only called
+        for an op that passes the tensor through (`passes_through`)."""
         return quantizers
 
     @property
     def takes_keywords(self) -> bool:
-        """Whether callers may pass keywords to forward: true for user-defined ops."""
+        """Whether callers may pass keyword arguments to the op: True for ops that are defined outside of dlp."""
         method = type(self).op_forward if self.overrides("op_forward") else type(self).fuser_forward
         return not method.__module__.startswith("dlp.ops.")
 
@@ -202,7 +209,7 @@ class BasicOperation(FusibleOperation):
         return "" if self.launches else "it computes by torch"
 
     def runs_in(self, which: str) -> bool:
-        """Whether the op has pass `which`: a basic op has both passes."""
+        """Return True: a basic op defines both passes."""
         return True
 
     def op_forward(
@@ -214,9 +221,12 @@ class BasicOperation(FusibleOperation):
         next_op_input_quantizer: Operand | None,
         **kwargs: Any,
     ) -> Value:
-        """input [..., C] -> output. prev_op_grad_output_quantizer: quantizers with which the previous op will cast dx of this
-        op; next_op_input_quantizer: quantizers with which the next op will cast the output; None: no cast. kwargs: keywords of
-        the caller."""
+        """Compute the output from the input [..., C].
+
+        prev_op_grad_output_quantizer   quantizers with which the previous op casts the gradient of the input; None: no cast
+        next_op_input_quantizer         quantizers with which the next op casts the output; None: no cast
+        kwargs                          keyword arguments of the caller
+        """
         raise NotImplementedError(f"{type(self).__name__} must define op_forward")
 
     def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
@@ -249,17 +259,17 @@ class BasicOperation(FusibleOperation):
         return grads[0], [grads[1]], [()]
 
     def check_tokens(self, input_: Value) -> None:
-        """Check an op that conversion has replicated over tp: raise ValueError for a token shard outside of sequence
-        parallelism, and for all tokens under sequence parallelism."""
+        """Check the input of an op that conversion has replicated over tp. Raises ValueError for a token shard outside of
+        sequence parallelism, and for the tokens of all ranks under sequence parallelism."""
         for value in each(input_) if self.token_rows is not None else ():
             tensor = value if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype, device="meta")
             self._check_tokens(tensor)  # type: ignore[operator]  # set by conversion
 
 
 class FusedOperation(FusibleOperation):
-    """Base class of an operation that runs several basic operations as one, in forward, in backward or in both.
+    """Base class of operations that run several basic operations as one, in forward, in backward or in both.
 
-    Define `fuser_forward`, `fuser_backward` or both, and register a function that creates the operation
+    Subclasses define `fuser_forward`, `fuser_backward` or both. A registered fusion creates the operation
     (`ops.register_forward_fusion`).
 
     Args:
@@ -281,7 +291,8 @@ class FusedOperation(FusibleOperation):
         return next((why for op, ctx in pairs if (why := op.obstacle([ctx], which))), "")
 
     def runs_in(self, which: str) -> bool:
-        """Whether the class overrides the method of this pass; else the basic ops run."""
+        """Whether the class overrides the method of this pass, `fuser_forward` or `fuser_backward`; if not, the basic ops
+        run."""
         method = f"fuser_{which}"
         return getattr(type(self), method) is not getattr(FusibleOperation, method)
 
@@ -296,14 +307,13 @@ class FusedOperation(FusibleOperation):
 
     @property
     def expanded(self) -> Sequence[BasicOperation]:
-        """The basic ops, including the sum and the bias of a `Linear`."""
+        """The basic ops, including the sum over ranks and the bias of a `Linear`."""
         listed = self.basic_ops
         return [basic for op in listed for basic in op.expanded if basic is op or basic not in listed]
 
 
 class InnerFused(FusedOperation):
-    """A fused op of the fusions of dlp. The fused op is not part of the model, so basic ops are not registered as
-    submodules."""
+    """Base class of the fused ops in `dlp.ops.fused`. Its basic ops are not submodules: they belong to the model."""
 
     def __init__(self, *basic_ops: BasicOperation) -> None:
         super().__init__(())

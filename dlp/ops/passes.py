@@ -1,8 +1,9 @@
-"""Forward and backward of a fuser, which `PassFunction` runs.
+"""Forward and backward of a fuser, which the autograd function `PassFunction` runs.
 
-forward    runs the ops in order on values (`dlp.ops.values`); saved tensors become one flat list
-backward   runs the ops in reverse on gradients, down to the first op that needs a gradient
-captured   from the third call on, a captured pass replays launches (`dlp.ops.captured`), and no op runs
+forward    runs the ops in order on values (`dlp.ops.values`), and saves the tensors of all ops as one flat list
+backward   runs the ops in reverse order on gradients, down to the first op that needs a gradient
+
+From the third call on, a captured pass replays its launches instead (`dlp.ops.captured`), and no op runs.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ from dlp.runtime.function import Passes, layout_keys, multiplies_tf32, owned
 
 
 def check_count(name: str, what: str, found: Any, expected: int) -> None:
-    """Raise RuntimeError if an op did not return a tuple of the declared length. what: the names of the elements."""
+    """Raise RuntimeError unless `found`, which an op returned, is a tuple of the declared length. what: name of its
+    elements."""
     if not isinstance(found, tuple | list):
-        raise RuntimeError(f"{name}: the op returned a {type(found).__name__}; expected a tuple of {what}, {expected}")
+        raise RuntimeError(
+            f"{name}: the op returned a {type(found).__name__}; expected a tuple of {what.removesuffix(',')}, of length "
+            f"{expected}"
+        )
     if len(found) != expected:
         raise RuntimeError(f"{name}: the op returned {len(found)} {what}; expected {expected}, as declared")
 
 
 def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
-    """Raise RuntimeError for gradients whose shapes differ from the op's parameters. Autograd would silently sum to the
-    shapes of the parameters where possible."""
+    """Raise RuntimeError for a parameter gradient whose shape differs from its parameter. Autograd would silently sum a
+    broadcast gradient to the shape of the parameter."""
     for parameter, grad in zip(() if hasattr(op, "core") else op.op_parameters(), grads, strict=False):
         if isinstance(grad, Tensor) and grad.shape != parameter.shape:
             raise RuntimeError(
@@ -58,8 +63,10 @@ def check_not_none(name: str, grad: Value) -> None:
 
 
 class Members:
-    """The basic ops of a fuser, in order, with checks of inputs and outputs. names: names of the ops in the Sequential, for
-    messages; None: messages name class and index."""
+    """The basic ops of a fuser, in order, with checks of their inputs and outputs.
+
+    names: for each op its name in the Sequential, for messages; None: messages give index and class.
+    """
 
     def __init__(self, ops: Sequence[Any], names: Sequence[str] | None) -> None:
         self.ops, self.named = tuple(ops), names is not None or len(ops) > 1
@@ -73,8 +80,7 @@ class Members:
         check_count(self.names[place], what, found, expected)
 
     def check_keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError unless `kwargs` has one mapping for each op, TypeError for keywords of an op without
-        keywords."""
+        """Raise ValueError unless `kwargs` has one mapping for each op, TypeError for keywords of an op that takes none."""
         if len(kwargs) != len(self.ops):
             raise ValueError(
                 f"basic_op_kwargs has {len(kwargs)} entries; expected one entry for each of {', '.join(self.names)}"
@@ -84,13 +90,13 @@ class Members:
                 raise TypeError(f"{name}: the op takes no keywords; got {', '.join(keywords)}")
 
     def check_floating(self, dtype: torch.dtype) -> None:
-        """Raise TypeError for an x of integers, unless the first op takes integers."""
+        """Raise TypeError for an x of integers, unless the first op takes integers. dtype: of x."""
         if not (dtype.is_floating_point or INTEGERS in self.ops[0].takes):
             raise TypeError(f"{self.names[0]}: x must be floating point; got {dtype}: convert x before the call")
 
     def check_gradient(self, place: int, grad: Value, shapes: Sequence[Sequence[int]]) -> None:
-        """Raise RuntimeError if the gradient of the input is None or differs in shape from the input; one gradient for
-        each sibling."""
+        """Raise RuntimeError if the gradient that an op returned for its input is None, or if the shapes differ from `shapes`,
+        the shapes of the input (one for each sibling). Siblings may have None."""
         check_not_none(self.names[place], grad)
         returned = [None if one is None else tuple(one.shape) for one in each(grad)]
         pairs = zip(returned, shapes, strict=False)
@@ -101,8 +107,8 @@ class Members:
             )
 
     def named_error(self, places: Sequence[int], error: Exception) -> Exception:
-        """The error to raise for an error of an op: with the names of the ops in the message, or in a note if the class takes
-        other arguments, such as torch's OutOfMemoryError."""
+        """Return the error to raise in place of an op's error. The names of the ops are added to the message of a ValueError,
+        TypeError or RuntimeError, and as a note to errors of other classes, such as torch's OutOfMemoryError."""
         names = ", ".join(dict.fromkeys(self.names[i] for i in places))
         if self.named and type(error) in (ValueError, TypeError, RuntimeError):
             message = str(error).removeprefix(f"{names}: ").removeprefix(f"{type(self.ops[places[0]]).__name__}: ")
@@ -117,8 +123,8 @@ def _listed(shapes: Sequence[Any]) -> str:
 
 
 def adapted(members: Members, placed: Placed, value: Value) -> Value:
-    """The value in a form that the op takes (`BasicOperation.takes`): lazy values are stored, and quantized values
-    decoded, if the op does not take them. Raises ValueError for a tuple if the op takes one tensor."""
+    """Convert a value to a form that the op takes (`BasicOperation.takes`): store lazy values and decode quantized values, if
+    the op does not take them. Raises ValueError for a tuple if the op takes one tensor."""
     takes = placed.op.takes
     check_many(members, placed.places[0], takes, value)
     if isinstance(value, tuple):
@@ -127,16 +133,16 @@ def adapted(members: Members, placed: Placed, value: Value) -> Value:
 
 
 def check_many(members: Members, place: int, takes: frozenset[str], value: Value) -> None:
-    """Raise ValueError for a tuple if this op takes one tensor."""
+    """Raise ValueError for a tuple of siblings, if the op does not take tuples."""
     if isinstance(value, tuple) and MANY not in takes:
         raise ValueError(
-            f"{members.names[place]}: expected one tensor; got {len(value)} siblings, which only Bias, SwiGLU, GEGLU and ops "
-            f"that declare 'many' accept"
+            f"{members.names[place]}: expected one tensor; got {len(value)} siblings, which only Bias, gates such as SwiGLU, "
+            f"and ops with 'many' in `takes` accept"
         )
 
 
 def _adapted_one(takes: frozenset[str], value: Any) -> Any:
-    """`adapted` for a value that is not a tuple."""
+    """Convert a single value as `adapted` does."""
     if is_handed(value):
         return value if HANDED in takes else value.tensor()
     return value if isinstance(value, Tensor) or LAZY in takes else tensor_of(value)
@@ -146,8 +152,8 @@ def _adapted_one(takes: frozenset[str], value: Any) -> Any:
 
 
 def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Compute outputs and extra outputs from inputs, parameters and extra inputs. ctx: context of autograd; None: there
-    will be no backward."""
+    """Compute outputs and extra outputs from `tensors`: inputs, parameters and extra inputs. ctx: context of autograd; None:
+    there will be no backward."""
     call, reads, flat = run.call, run.reads, None
     entry = None if run.kwargs is not None else call.forward
     if entry is not None:
@@ -168,7 +174,7 @@ def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
     run.drop()
     known, written = {*map(id, tensors)}, {id(tensor): tensor for tensor in dirty}
     returned, saved = list[Tensor](), flat[count:]
-    for i, result in enumerate(results):  # an input or an earlier output becomes a view, unless it was written to
+    for i, result in enumerate(results):  # return an input or an earlier output as a view, unless an op wrote to it
         if id(result) in written:
             returned.append(written.pop(id(result)))
         elif id(result) in known:
@@ -176,9 +182,9 @@ def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         known.add(id(result))
     if returned:
         ctx.mark_dirty(*returned)
-    for tensor in written.values():  # backward then raises if an op saved the tensor before the write
+    for tensor in written.values():  # so that backward raises if an op saved the tensor before the write
         increment_version(tensor)
-    if written:  # the ops save views of these tensors that were made under no_grad: save separate tensors
+    if written:  # ops may save views of these tensors that were made under no_grad: save detached tensors instead
         saved = [each if each is None or not each._is_view() else each.detach() for each in saved]
     ctx.zeros_like = [(result.shape, result.dtype, result.device) for result in results]
     run.moved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -187,8 +193,8 @@ def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def _forward_by_ops(run: Pass, tensors: Sequence[Any]) -> tuple[Flat, ReplayEntry | None]:
-    """Results and saved tensors as one flat list, computed by the ops or by captured launches; and the entry of these
-    launches."""
+    """Run the ops of forward, or captured launches. Return results and saved tensors as one flat list, and the captured
+    launches that ran (None: the ops ran)."""
     call, ctxs = run.call, run.contexts()
     inputs, extras = tensors[: call.num_inputs], tensors[call.num_inputs + sum(call.plan.num_parameters) :]
 
@@ -206,7 +212,7 @@ def _forward_by_ops(run: Pass, tensors: Sequence[Any]) -> tuple[Flat, ReplayEntr
 
 
 def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> Flat:
-    """Run the ops of forward; returns outputs, extra outputs and saved tensors as one flat list. Sets `run.layout`."""
+    """Run the ops of forward. Return outputs, extra outputs and saved tensors as one flat list, and set `run.layout`."""
     plan, members, ctxs = run.call.plan, run.call.members, run.contexts()
     kwargs = run.kwargs or members.no_kwargs
     value: Value = tuple(inputs) if run.call.many else inputs[0]
@@ -230,7 +236,7 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
         for i, of_op in zip(placed.places, extra, strict=True):
             extra_outputs[i] = of_op
 
-    # All ops have run: remaining lazy values are stored now, and all saved tensors exist.
+    # All ops have run. Store the lazy values that no cast has computed; from here on all tensors to save exist.
     outputs = [tensor_of(one) for one in each(value)]
     results = [*outputs, *[tensor_of(one) for of_op in extra_outputs for one in of_op]]
     saved: list[Tensor | None] = []
@@ -246,8 +252,8 @@ def _forward_ops(run: Pass, inputs: Sequence[Any], extras: Sequence[Tensor]) -> 
 
 
 def _checked_outputs(members: Members, places: Sequence[int], results: Any) -> tuple[Value, Sequence[Sequence[Tensor]]]:
-    """The output and the extra outputs that `fuser_forward` returned. Raises RuntimeError for numbers that differ from
-    the declaration."""
+    """Return the output and the extra outputs in `results` of `fuser_forward`. Raises RuntimeError if their numbers differ from
+    the numbers that the ops declare."""
     members.check_count(places[0], "results, output and extra outputs of each basic op,", results, 2)
     value, extra = results
     check_output(members.names[places[-1]], value)
@@ -258,7 +264,7 @@ def _checked_outputs(members: Members, places: Sequence[int], results: Any) -> t
 
 
 def _check_written(names: Sequence[str], ctxs: Sequence[Any], saved: Sequence[Any], num_saved: Sequence[int]) -> None:
-    """Raise ValueError if an op has written to a tensor that an earlier op saves: backward would read the new values."""
+    """Raise ValueError if an op has written to a tensor that an earlier op saves, since backward would read the new values."""
     written = [(writer, tensor) for writer, ctx in enumerate(ctxs) for tensor in ctx.dirty]
     savers = [saver for saver, count in enumerate(num_saved) for _ in range(count)] if written else ()
     for writer, tensor in written:
@@ -271,7 +277,7 @@ def _check_written(names: Sequence[str], ctxs: Sequence[Any], saved: Sequence[An
 
 
 class _LocalParameters:
-    """Context in which the parameters of these ops are this rank's plain tensors in place of DTensors."""
+    """Context manager that replaces DTensor parameters of these ops by this rank's plain tensors."""
 
     def __init__(self, ops: Sequence[Any]) -> None:
         self.ops = ops
@@ -292,14 +298,14 @@ class _LocalParameters:
 
 
 def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor]) -> Flat:
-    """Backward of the fuser. grads: gradients of the outputs and extra outputs; saved: tensors that forward has saved.
+    """Return the gradients of inputs, parameters and extra inputs, in this order; None for gradients that are not needed.
 
-    Returns the gradients of inputs, parameters and extra inputs, in this order; None for gradients that are not needed.
+    grads: gradients of outputs and extra outputs; saved: tensors that forward has saved.
     """
     call = run.call
     plan, given, parts = call.plan, [*grads, *saved], list[Sequence[Tensor]]()
-    # Where forward ran as captured launches, saved tensors and weights have the layouts of the last backward: a key of the
-    # gradients alone finds its launches.
+    # If forward replayed captured launches, saved tensors and weights have the same layouts as in the last backward, and a key
+    # of the gradients alone is enough to look up the captured launches.
     keyed_by_grads = run.replayed is not None and not (run.moved or plan.with_end_backward)
     for i, linear, reads_w in call.backward_linears:
         session, weight_parts = linear.bound.session, run.weight_parts[i]
@@ -345,7 +351,7 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
 
 
 def _contexts_of(run: Pass, saved: Sequence[Tensor]) -> list[Any]:
-    """The contexts of the ops, each with its part of the flat list of saved tensors."""
+    """Return the contexts of the ops, and set `saved_tensors` of each from the flat list of saved tensors."""
     ctxs, at = run.contexts(), 0
     for ctx, count in zip(ctxs, run.layout.num_saved, strict=True):
         ctx.saved_tensors = tuple(saved[at : at + count])
@@ -357,11 +363,11 @@ def _backward_by_ops(
     run: Pass, grads: Sequence[Tensor | None], is_given: tuple[bool, ...], given: Sequence[Tensor],
     addresses: Sequence[int],
 ) -> tuple[Flat, ReplayEntry | None]:  # fmt: skip
-    """The gradients, computed by the ops or by captured launches, and the entry of these launches. The contexts hold the saved
-    tensors.
+    """Run the ops of backward, or captured launches. Return the gradients as a flat list, and the captured launches that ran
+    (None: the ops ran). `saved_tensors` of the contexts must be set.
 
-    is_given           for gradients, saved tensors and weights: whether the value is not None; empty: all are given
-    given, addresses   the given tensors and their addresses; main gradients of wgrads are appended here
+    is_given           for each gradient, saved tensor and part of a weight: whether it is not None; empty: none is None
+    given, addresses   the tensors that are not None, and their addresses; this function appends main gradients
     """
     call, ctxs, plan, states = run.call, run.contexts(), run.call.plan, list[Any]()
     for _, linear, _ in call.backward_linears:
@@ -385,7 +391,8 @@ def _backward_by_ops(
 
 
 def _end_backwards(call: FuserCall, ctxs: Sequence[Any], flat: Flat) -> None:
-    """Call `end_backward` of linears with this method, and remove their deferred tensors from the end of the flat list."""
+    """Call `end_backward` of the linears in `FuserPlan.with_end_backward`, and remove the operands of delayed wgrads, which are
+    at the end, from the flat list."""
     plan, members = call.plan, call.members
     first = call.num_inputs + sum(plan.num_parameters) + sum(members.extra_inputs)
     deferred, at = iter(flat[first:]), call.num_inputs
@@ -399,8 +406,8 @@ def _end_backwards(call: FuserCall, ctxs: Sequence[Any], flat: Flat) -> None:
 
 
 def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]) -> Flat:
-    """Run the ops of backward; returns the gradients of inputs, parameters and extra inputs, and the deferred tensors of
-    linears with delayed wgrads, as one flat list."""
+    """Run the ops of backward. Return the gradients of inputs, parameters and extra inputs, and the operands of delayed wgrads,
+    as one flat list."""
     plan, members = run.call.plan, run.call.members
     count = run.layout.num_outputs
     value: Value = tuple(grads[:count]) if run.layout.many else grads[0]
@@ -428,7 +435,7 @@ def _backward_ops(run: Pass, ctxs: Sequence[Any], grads: Sequence[Tensor | None]
         for i, of_op, of_extra in zip(placed.places, parameters, extras, strict=True):
             of_parameters[i], of_extras[i] = of_op, of_extra
 
-    # All ops have run: the column sums that casts computed exist, and gradients that are still lazy are stored now.
+    # All ops have run. Bias gradients, which casts computed as column sums, exist now. Store the gradients that are still lazy.
     dxs: list[Any] = [None] * run.call.num_inputs
     if plan.needs_dx[0]:
         dxs = [tensor_of(one) for one in each(value)]
@@ -444,9 +451,11 @@ def _checked_grads(
     members: Members, places: Sequence[int], results: Any, shapes: Sequence[Sequence[int]] | None,
     num_parameters: Sequence[int],
 ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:  # fmt: skip
-    """The gradients of input, parameters and extra inputs that `fuser_backward` returned. shapes: shapes of the input,
-    None if the gradient is not needed. Raises RuntimeError for numbers or shapes that differ from the declaration, the
-    input or the parameters."""
+    """Return the gradients of input, parameters and extra inputs in `results` of `fuser_backward`.
+
+    shapes: shapes of the input; None: its gradient is not needed. Raises RuntimeError for a wrong number of gradients, and for
+    gradients whose shapes differ from the input or the parameters.
+    """
     first = places[0]
     members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", results, 3)
     value, parameters, extras = results
@@ -462,7 +471,8 @@ def _checked_grads(
 
 
 def _recorded_backward(ctx: Any, run: Pass, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """`backward` with zeros for gradients that are None, if ops do not take None, and DTensors for gradients of DTensors."""
+    """Run `backward` for autograd: replace gradients that are None by zeros if the op does not take None, and return gradients
+    of DTensors as DTensors."""
     call = run.call
     if any([grad is None for grad in grads]):
         of_outputs = run.layout.many and call.plan.backward[-1].op.none_grads

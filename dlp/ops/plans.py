@@ -1,4 +1,4 @@
-"""The printed plan of a Sequential: groups, ops of each pass, and patterns that are not fused, with reasons."""
+"""The printed plan of a Sequential: groups, the ops of each pass, and the reasons against fusions that do not apply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dlp.ops.fusions import fuse
 
 
 class SequencePlan:
-    """A printable plan; one string for each group."""
+    """The printable plan of a Sequential. lines: for each group a text, which may have several lines."""
 
     def __init__(self, lines: list[str]) -> None:
         self.lines = lines
@@ -22,8 +22,8 @@ class SequencePlan:
 
 
 def group_plan(fuser: OperationFuser) -> str:
-    """The lines of one fuser: the ops of each pass in the last call or, before the first call, fused without knowledge of
-    recipes and gradients; and notes."""
+    """Return the text of one fuser: the ops of each pass, as in the last call, and notes. Before the first call the fusions are
+    applied without knowledge of recipes and gradients."""
     notes: list[str]
     if fuser.last is not None:
         passes: Any = [[placed.op for placed in ops] for ops in (fuser.last.forward, fuser.last.backward)]
@@ -40,14 +40,16 @@ def group_plan(fuser: OperationFuser) -> str:
     notes += [fuser.autocast] if fuser.autocast else []
     named = list(zip(fuser.names, fuser.basic_ops, strict=True))
     notes += [f"{name} {note}" for name, op in named for note in op.plan_notes]
-    notes += [f"compiled or watched, {name} {op.traced_note}" for name, op in named if op.traced_note]
+    notes += [
+        f"under torch.compile or a dispatch mode, {name} {op.traced_note}" for name, op in named if op.traced_note
+    ]
     notes += _without_quantizers(fuser)
     return "\n".join([*lines, *[f"  {note}" for note in dict.fromkeys(notes)]])
 
 
 def _without_quantizers(fuser: OperationFuser) -> list[str]:
-    """Lines for user-defined ops that receive quantizers only in eager calls (`quantize_for`). Before the first eager call, all
-    user-defined ops in a sequence with a linear that quantizes."""
+    """Return lines for user-defined ops that receive quantizers (for `quantize_for`) only in eager calls. Before the first
+    eager call these are all user-defined ops of a sequence with a linear that quantizes."""
     if fuser.last is None:
         quantizes = any(not op.core.spec.recipe.x.keeps_source for _, _, op in fuser.linears)
         receives = [(quantizes, quantizes)] * len(fuser.basic_ops)
@@ -62,10 +64,10 @@ def _without_quantizers(fuser: OperationFuser) -> list[str]:
             lines.append(f"{name} receives no quantizers: traced calls run plain, and the next linear casts")
         elif op.takes_keywords and dx:
             lines.append(f"{name} {DENSE_DY}")
-    return [f"compiled or watched, {line}" for line in lines]
+    return [f"under torch.compile or a dispatch mode, {line}" for line in lines]
 
 
 def _name_of(op: Any) -> str:
-    """The class of an op and, for a fused op, the classes of the basic ops."""
+    """Return the class name of an op and, for a fused op, the class names of its basic ops."""
     name = type(op).__name__
     return name if len(op.basic_ops) == 1 else f"{name}[{', '.join(type(basic).__name__ for basic in op.basic_ops)}]"

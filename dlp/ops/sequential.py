@@ -1,7 +1,7 @@
-"""Sequential: modules in order, in which groups of neighbouring ops run as one fuser each.
+"""Sequential: run modules in order; each group of consecutive ops runs as one autograd function, by an `OperationFuser`.
 
-A group ends at a plain module, at an op with hooks or an overridden `forward`, and at an op that is an FSDP unit: these are
-called as modules.
+A group ends before a plain module, an op with hooks or an overridden `forward`, and an op that is an FSDP unit. These modules
+are called.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dlp.ops.values import Tensors, one_tensor
 
 
 class Sequential(nn.Module):
-    """Run modules in order; neighbouring operations run as one autograd function, with fusions.
+    """Run modules in order; consecutive operations run as one autograd function, with fusions.
 
-    A plain module, an operation with hooks or an overridden `forward`, and an operation that is an FSDP unit are called as
-    modules. `plan()` shows the fused operations.
+    Plain modules, operations with hooks or an overridden `forward`, and operations that are FSDP units are called as modules
+    and are not fused. `plan()` shows the fused operations.
 
     Args:
         *modules: modules, or one dict of modules by name, as for `torch.nn.Sequential`.
 
     Shape:
         - inputs: x, followed by the extra inputs of all operations in order
-        - output: output of the last operation, or a tuple of the output and all extra outputs
+        - output: output of the last module; with extra outputs a tuple of the output and all extra outputs, in order
 
     Examples:
         >>> mlp = ops.Sequential(ops.RMSNorm(64), ops.Linear(64, (128, 128)), ops.SwiGLU(), ops.Linear(128, 64))
@@ -46,9 +46,9 @@ class Sequential(nn.Module):
         named = modules[0].items() if len(modules) == 1 and isinstance(modules[0], dict) else enumerate(modules)
         for name, module in named:
             self.add_module(str(name), module)  # type: ignore[arg-type]
-        self._groups_now()  # created here, because compiled code cannot create groups
+        self._groups_now()  # created here, because torch.compile cannot trace the creation of groups
 
-    # A list of modules
+    # Methods of a list of modules, as in torch.nn.Sequential
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         super().add_module(name, module)
@@ -89,7 +89,7 @@ class Sequential(nn.Module):
         return self
 
     def pop(self, index: int | slice) -> nn.Module:
-        """Remove and return this module, or several modules as a sequence."""
+        """Remove the module at `index` and return it; for a slice return the removed modules as a Sequential."""
         taken = self[index]
         del self[index]
         return taken
@@ -98,11 +98,11 @@ class Sequential(nn.Module):
         return self.extend(modules)
 
     def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
-        """A new sequence of both, with new numbers as names."""
+        """Return a new Sequential of these and the other modules, named "0", "1", ..."""
         return Sequential(*self, *modules)
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
-        """Insert a module before `index`. Numbers in names are renewed; other names stay."""
+        """Insert a module before `index`. Modules whose names are numbers are renumbered; other names stay."""
         named: list[Any] = list(self._modules.items())
         named.insert(index, ("0", module))
         self._renumber(named)
@@ -120,7 +120,7 @@ class Sequential(nn.Module):
         super().__setstate__(state)
         self._groups_now()
 
-    # Running
+    # Forward, groups and plan
 
     def forward(self, x: Tensors, *extra_inputs: Tensor) -> Tensors:
         groups, at = self._groups_now(), 0
@@ -144,16 +144,17 @@ class Sequential(nn.Module):
 
     @property
     def num_extra_inputs(self) -> int:
-        """The number of extra inputs of all ops, including nested sequences."""
+        """The total number of extra inputs of all ops, including nested sequences."""
         return sum(_num_extra(group)[0] for group in self._groups_now())
 
     @property
     def num_extra_outputs(self) -> int:
-        """The number of extra outputs of all ops, including nested sequences."""
+        """The total number of extra outputs of all ops, including nested sequences."""
         return sum(_num_extra(group)[1] for group in self._groups_now())
 
     def _groups_now(self) -> list[Any]:
-        """The groups: an `OperationFuser` for each run of neighbouring ops, and the modules that are called."""
+        """Return what forward calls, in order: an `OperationFuser` for each group of consecutive ops, and the other modules.
+        The list is cached until modules or hooks change."""
         cached = vars(self).get("_groups")
         if cached is not None and cached.is_valid([*self._modules.values()]):
             return cached.groups
@@ -173,8 +174,8 @@ class Sequential(nn.Module):
         return groups
 
     def plan(self) -> SequencePlan:
-        """Return the groups of ops, forward and backward, in the last call; before the first call, without knowledge of
-        recipes and gradients."""
+        """Return the plan: for each group the fused ops of forward and backward in the last call, and notes. Before the first
+        call fusions are applied without knowledge of recipes and gradients."""
         lines, at = [], iter(zip(self._modules.items(), [_why_called(module) for module in self], strict=True))
         for group in self._groups_now():
             if isinstance(group, OperationFuser):
@@ -186,11 +187,14 @@ class Sequential(nn.Module):
 
 
 class _Groups:
-    """The groups of a sequence, with the properties of modules from which the groups follow.
+    """The groups of a Sequential, and the facts about its modules that decide the groups.
 
-    reasons     by module: reason why it is called as a module; None: the module runs in a fuser
-    owners      the modules that must have neither hooks nor another `forward`, with their classes, which FSDP changes
-    all_fused   all ops run in fusers, so that checking `owners`, which is fast, is enough
+    groups      the fusers and modules that forward calls
+    modules     the modules of the Sequential
+    reasons     for each module: reason why it is called as a module; None: it runs in a fuser
+    owners      modules of ops, each with its class. If a module gets hooks, another `forward` or another class (by FSDP), its
+                op no longer runs in a fuser
+    all_fused   whether all ops run in fusers, so that the fast check of `owners` is enough
     """
 
     def __init__(self, groups: list[Any], modules: Iterable[nn.Module], reasons: Sequence[str | None]) -> None:
@@ -200,7 +204,7 @@ class _Groups:
         self.all_fused = all(why is None for module, why in zip(self.modules, reasons, strict=True) if module in ops)
 
     def is_valid(self, modules: Sequence[Any]) -> bool:
-        """Whether these modules would still be grouped in the same way. Called with every call of the sequence."""
+        """Whether grouping these modules now would give the same groups. Called in every forward, so it must be fast."""
         if modules != self.modules:
             return False
         if not self.all_fused:
@@ -214,19 +218,19 @@ class _Groups:
 
 
 def _num_extra(group: Any) -> tuple[int, int]:
-    """The numbers of extra inputs and of extra outputs of a group."""
+    """Return the numbers of extra inputs and of extra outputs of a fuser or module."""
     if isinstance(group, OperationFuser | Sequential):
         return group.num_extra_inputs, group.num_extra_outputs
     return (group.basic_extra_inputs, group.basic_extra_outputs) if isinstance(group, FusibleOperation) else (0, 0)
 
 
 def _hooks(owner: nn.Module) -> Any:
-    """The hooks of a module, which would not be called if the op ran in a fuser; falsy: no hooks."""
+    """Return the hooks of a module (falsy: no hooks). A fuser would not call them."""
     return owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
 
 
 def _why_called(module: Any) -> str | None:
-    """Reason why a module is called as a module and ends a group; None for an op that runs in a fuser."""
+    """Return the reason why a module is called and ends a group; None: it is an op that runs in a fuser."""
     if not isinstance(module, FusibleOperation):
         return "no op: it ends a group"
     for owner in _called(module):
@@ -240,12 +244,12 @@ def _why_called(module: Any) -> str | None:
 
 
 def _called(op: FusibleOperation) -> list[nn.Module]:
-    """The modules whose `forward` is called if an op is called as a module."""
+    """Return the op and its `owners`: the modules whose hooks or `forward` users may change."""
     return list(dict.fromkeys([op, *op.owners]))
 
 
 def _fuser(neighbours: list[tuple[str, FusibleOperation]]) -> OperationFuser:
-    """The fuser of neighbouring ops, by name."""
+    """Create the fuser of consecutive ops, given as (name, op)."""
     names = [
         f"{name} ({type(op).__name__}{'' if basic is op else f': {type(basic).__name__}'})"
         for name, op in neighbours
@@ -257,13 +261,13 @@ def _fuser(neighbours: list[tuple[str, FusibleOperation]]) -> OperationFuser:
 
 
 def _changes_features(op: FusibleOperation) -> bool:
-    """Whether the last dimensions of output and input differ."""
+    """Whether the last dimension of the output may differ from that of the input."""
     return isinstance(op, BasicLinear | Reshape) or hasattr(op, "halves")
 
 
 def check_halves(ops: list[FusibleOperation], names: list[str]) -> None:
-    """Raise ValueError for a gate that halves the output of a column-parallel linear: tp shards this output, so that
-    the first ranks hold the gate and the other ranks hold up."""
+    """Raise ValueError for a gate that splits the output of a column-parallel linear into halves, gate and up: tp shards this
+    output, so that the first ranks would hold only gate, and the other ranks only up."""
     for place, gate in enumerate(ops):
         if not hasattr(gate, "halves"):
             continue

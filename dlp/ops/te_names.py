@@ -1,10 +1,10 @@
-"""State dicts of linear ops, and of modules with names of Transformer Engine (TE), from TE and to TE.
+"""Convert state dicts between dlp.ops and Transformer Engine (TE).
 
-    model.load_state_dict(from_te(model, state))     `state` was saved by TE's module
+    model.load_state_dict(from_te(model, state))     `state` was saved by a module of TE
     te_module.load_state_dict(to_te(model))
 
-A method `te_names` of each module maps names of TE's tensors to names of the module. Siblings, such as gate and up, are one
-tensor of TE, concatenated along the first dimension.
+The method `te_names` of a module maps names of TE's tensors to names of the module's parameters. In TE, siblings such as gate
+and up are one tensor, concatenated along the first dimension.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class Joined(NamedTuple):
-    """Names of the tensors that one tensor of TE joins.
+    """Names of the parameters that form one tensor of TE.
 
-    head   0: the tensors are concatenated; else rows of a head: q, k and v are interleaved by groups of heads
+    parts   names of the parameters, in order
+    head    0: the tensor is their concatenation. Else number of rows of a head: q, k and v are interleaved by groups of heads
     """
 
     parts: tuple[str, ...]
     head: int = 0
 
 
-TeNames = dict[str, Joined]  # by TE's name
+TeNames = dict[str, Joined]  # key: name in TE
 
 
 def names_of(module: nn.Module, path: str, te: str) -> TeNames:
-    """The parameters of the norm or Linear at `path`, "" for the module itself, all siblings as one tensor of TE. te: how TE's
-    names begin."""
+    """Return `TeNames` of the norm or linear at `path` ("": the module itself); siblings form one tensor of TE.
+
+    te: prefix of the names in TE.
+    """
     names: dict[str, list[str]] = {}
     for name, _ in module.get_submodule(path).named_parameters():
         names.setdefault(te + name.partition("_")[0], []).append(f"{path}.{name}".lstrip("."))
@@ -40,21 +43,22 @@ def names_of(module: nn.Module, path: str, te: str) -> TeNames:
 
 
 def from_te(model: nn.Module, state: Mapping[str, Tensor], *, qkv_weight_interleaved: bool = True) -> dict[str, Tensor]:
-    """Return a state dict for a model from a state dict with Transformer Engine's names.
+    """Convert a state dict with Transformer Engine's names to a state dict for a model of dlp.ops.
 
-    A tensor that tp shards may be complete in `state`, or the part of this rank, as each rank of Transformer Engine saves the
-    tensor. Recipe states of Transformer Engine (`_extra_state`) are left out; tensors of other modules stay.
+    If tp shards a parameter, its tensor in `state` may be the full tensor or the shard of this rank, which Transformer Engine
+    saves on each rank. Recipe states of Transformer Engine (`_extra_state`) are removed; tensors of other modules are kept.
 
     Args:
         model: model that is, or contains, modules with names of Transformer Engine.
         state: tensors by Transformer Engine's names. q, k and v may be one tensor or three.
-        qkv_weight_interleaved: order of q, k and v in one tensor, as the option of Transformer Engine.
+        qkv_weight_interleaved: whether q, k and v in one tensor are interleaved by groups of heads, as the option of this name
+            in Transformer Engine; False: they are concatenated.
 
     Returns:
         State dict for `model.load_state_dict`.
 
     Raises:
-        ValueError: for a tensor of another shape.
+        ValueError: for a tensor whose shape is neither that of the full parameter nor that of the shard of this rank.
 
     Examples:
         >>> model = ops.LayerNormLinear(64, 128)
@@ -75,14 +79,15 @@ def from_te(model: nn.Module, state: Mapping[str, Tensor], *, qkv_weight_interle
 
 
 def to_te(model: nn.Module, *, fuse_qkv_params: bool = False, qkv_weight_interleaved: bool = True) -> dict[str, Tensor]:
-    """Return the state dict of a model with Transformer Engine's names.
+    """Return the state dict of a model of dlp.ops with Transformer Engine's names.
 
-    Tensors that tp shards are the part of this rank, as each rank of Transformer Engine loads them.
+    If tp shards a parameter, the tensor is the shard of this rank, which each rank of Transformer Engine loads.
 
     Args:
         model: model that is, or contains, modules with names of Transformer Engine.
         fuse_qkv_params: join q, k and v into one tensor.
-        qkv_weight_interleaved: order of q, k and v in the joined tensor, as the option of Transformer Engine.
+        qkv_weight_interleaved: whether to interleave q, k and v in the joined tensor by groups of heads, as the option of this
+            name in Transformer Engine.
 
     Returns:
         Tensors by name.
@@ -101,20 +106,20 @@ def to_te(model: nn.Module, *, fuse_qkv_params: bool = False, qkv_weight_interle
 
 
 def _has_te_state(module: nn.Module) -> bool:
-    """Whether TE keeps an `_extra_state` of the recipe: for an op, or a module with these names."""
+    """Whether the module of TE that corresponds to this module saves an `_extra_state`."""
     return hasattr(module, "te_names") or hasattr(module, "basic_ops")
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules with `te_names`, each with the prefix of its names in the state dict of `model`."""
+    """Yield each module with `te_names`, with the prefix of its names in the state dict of `model`."""
     for path, module in model.named_modules():
         if hasattr(module, "te_names"):
             yield f"{path}." if path else "", module
 
 
 def _split(name: str, tensor: Tensor, own: Sequence[Tensor], head: int) -> list[Tensor]:
-    """Split a tensor of TE, full or this rank's shard, into values for the parameters `own`. Raises ValueError for
-    other shapes."""
+    """Split a tensor of TE, full or this rank's shard, into values for the parameters `own`; head: see `Joined`. Raises
+    ValueError for a tensor of another shape."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in own]
     shapes = {False: [each.shape for each in own], True: [each.shape for each in local]}  # by is_local
     fits = {is_local: (sum(shape[0] for shape in its), *its[0][1:]) for is_local, its in shapes.items()}
@@ -134,7 +139,8 @@ def _split(name: str, tensor: Tensor, own: Sequence[Tensor], head: int) -> list[
 
 
 def _distributed(values: Tensor, like: Tensor, is_local: bool) -> Tensor:
-    """Values with the mesh and placements of `like`, if `like` is a DTensor. is_local: values are this rank's shard."""
+    """Convert values to a DTensor with mesh and placements of `like`, if `like` is a DTensor. is_local: the values are this
+    rank's shard, not the full tensor."""
     if not isinstance(like, DTensor):
         return values
     mesh, placements = like.device_mesh, like.placements
@@ -145,7 +151,7 @@ def _distributed(values: Tensor, like: Tensor, is_local: bool) -> Tensor:
 
 
 def _join(parts: Sequence[Tensor], head: int) -> Tensor:
-    """The inverse of `_split`: one tensor of TE."""
+    """Join tensors to one tensor of TE; the inverse of `_split`."""
     if not head:
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
     groups = min(part.shape[0] for part in parts) // head

@@ -1,7 +1,7 @@
-"""Ops one by one, under torch.compile, dispatch modes and fake tensors.
+"""Run ops one by one, under torch.compile, dispatch modes and fake tensors.
 
-Each op runs `plain`, which autograd differentiates and torch.compile fuses; a linear runs two opaque ops. No fuser is traced,
-so that `fullgraph=True` works.
+Each op runs its method `plain`, which autograd differentiates and torch.compile fuses; a linear runs two opaque ops
+(`dlp.parallel.linear.opaque`). The code of the fuser is not traced, so `fullgraph=True` works.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from dlp.parallel.weight.local import local
 
 
 def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
-    """Run the ops of a fuser one by one; arguments and result as of `OperationFuser`. Meanwhile, ops that conversion
-    has replicated hold this rank's plain tensors in place of DTensors. Raises TypeError for a `Handed` in compiled
-    code."""
+    """Run the ops of a fuser one by one; arguments and result are those of `OperationFuser`. While they run, DTensor parameters
+    of ops are replaced by this rank's plain tensors. Raises TypeError for a `Handed` in compiled code."""
     if torch.compiler.is_dynamo_compiling() and isinstance(x, Handed):
         raise TypeError(
             f"{fuser.names[0]}: compiled code reads plain tensors; got a Handed: compile both modules together, or "
@@ -47,7 +46,8 @@ def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Seque
 
 
 def _spread(op: Any) -> bool:
-    """Whether conversion has replicated the op. Other ops are not changed: torch cannot trace a change inside a checkpoint."""
+    """Whether an op has DTensor parameters, since conversion has replicated it. The parameters of other ops are not replaced,
+    since torch cannot trace a replacement inside a checkpoint."""
     return any(isinstance(parameter, DTensor) for parameter in op._parameters.values())
 
 
@@ -57,7 +57,7 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
     for place, op in enumerate(fuser.basic_ops):
         extra = extra_inputs[at : at + op.num_extra_inputs]
         at += op.num_extra_inputs
-        if op.traced_by is not None:  # `plain` of that linear did the work of this op
+        if op.traced_by is not None:  # `plain` of the linear has computed this op
             continue
         check_many(members, place, op.takes, x)
         try:
@@ -79,8 +79,11 @@ def _run(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Ma
 def one_op(
     op: Any, name: str, x: Any, extra_inputs: Sequence[Tensor], kwargs: Mapping[str, Any], reader: Reader | None = None
 ) -> Any:
-    """The output of one basic op, or a tuple of the output and the extra outputs. Raises RuntimeError for a number of
-    outputs that differs from the declaration. reader: the cast of the linear that reads the output; None: no linear does."""
+    """Run one basic op as an autograd function. Return the output, or a tuple of the output and the extra outputs.
+
+    name: of the op, for messages; reader: the cast of the linear that reads the output, None: no linear reads it. Raises
+    RuntimeError if the number of outputs differs from the number that the op declares.
+    """
     results = OneOpFn.apply(op, name, kwargs, reader, x, *extra_inputs, *op.op_parameters())
     (y, *extra), codes = results[: 1 + op.num_extra_outputs], results[1 + op.num_extra_outputs :]
     if codes:
@@ -90,7 +93,8 @@ def one_op(
 
 
 class TracedContext(OperationContext):
-    """A context that lists the attributes that the op sets, since dynamo of torch 2.11 cannot iterate over a `__dict__`."""
+    """An `OperationContext` that records in `attributes` what the op sets, since torch.compile (2.11) cannot trace iteration
+    over `__dict__`."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "attributes", {})
@@ -102,8 +106,8 @@ class TracedContext(OperationContext):
 
 
 class OneOpFn(torch.autograd.Function):
-    """`apply(op, name, kwargs, reader, x, *extra inputs, *parameters)` -> the output and the extra outputs of a basic op, and
-    the parts of the output that the op quantized for `reader`."""
+    """Autograd function of one basic op: `apply(op, name, kwargs, reader, x, *extra inputs, *parameters)` returns the output,
+    the extra outputs and, if the op quantized its output for `reader`, the parts (codes and scales) of both orientations."""
 
     @staticmethod
     def forward(

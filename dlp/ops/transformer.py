@@ -1,6 +1,8 @@
-"""TransformerLayer of ops and torch's attention, with the names and keywords of `transformer_engine.pytorch`.
+"""TransformerLayer, built from ops and torch's attention, with the names and keywords of `transformer_engine.pytorch`.
 
-x -> x + dropout(proj(attention(norm_and_rope(qkv(norm(x)))))) -> x + dropout(mlp(norm(x))) -> output norm
+q, k, v = qkv(norm(x)); norm of q and k (optional) and rotary embedding (optional), in either order
+h = x + dropout(proj(attention(q, k, v)))
+y = h + dropout(mlp(norm(h))); output norm (optional)
 """
 
 from __future__ import annotations
@@ -24,33 +26,33 @@ QK_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm, "L2Normalization": L2Nor
 
 
 class TransformerLayer(nn.Module):
-    """Layer of a decoder, or of an encoder with self_attn_mask_type="no_mask", under the keywords of Transformer Engine.
+    """Decoder layer, or encoder layer with self_attn_mask_type="no_mask", with the keywords of Transformer Engine.
 
-    Computes h = x + proj(attention(qkv(norm(x)))), then h + mlp(norm(h)).
+    Computes h = x + proj(attention(qkv(norm(x)))), then y = h + mlp(norm(h)).
 
     Args:
         hidden_size: size of the last dimension of x and y.
-        ffn_hidden_size: size between the linears of the MLP.
+        ffn_hidden_size: number of features between the linears of the MLP.
         num_attention_heads: number of query heads.
         num_gqa_groups: number of key and value heads; None: as many as query heads.
-        layernorm_epsilon: number added in the norms.
+        layernorm_epsilon: number that the norms add to the variance or the mean square.
         hidden_dropout: probability of dropout of the outputs of attention and MLP.
         attention_dropout: probability of dropout of attention weights.
         kv_channels: features of a head; None: hidden_size / num_attention_heads.
-        self_attn_mask_type: mask, as of `ops.DotProductAttention`.
-        window_size: window, as of `ops.DotProductAttention`.
-        bottom_right_diagonal: alignment of the causal mask, as of `ops.DotProductAttention`.
+        self_attn_mask_type: attn_mask_type of `ops.DotProductAttention`.
+        window_size: as in `ops.DotProductAttention`.
+        bottom_right_diagonal: as in `ops.DotProductAttention`.
         bias: whether the linears have biases.
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: multiply by 1 + weight in the norms.
-        activation: activation of the MLP, as of `ops.LayerNormMLP`.
+        activation: activation of the MLP, as in `ops.LayerNormMLP`.
         activation_params: keywords of the activation.
         set_parallel_mode: shard heads and the MLP over `tp_group`.
         attn_input_format: "bshd" for hidden states [B, S, H], "sbhd" for [S, B, H].
         qk_norm_type: norm of each head of q and k: "RMSNorm", "LayerNorm" or "L2Normalization"; None: no norm.
-        qk_norm_eps: number added in this norm.
+        qk_norm_eps: eps of this norm.
         qk_norm_before_rope: apply this norm before the rotary embedding.
-        rotary_pos_interleaved: rotate pairs of neighbours instead of the halves of a head.
+        rotary_pos_interleaved: rotary embedding pairs features 2 i and 2 i + 1 of a head; False: i and i + half of the head.
         output_layernorm: apply a norm after the layer.
         output_layer_init_method: init_method of proj and of the second linear of the MLP.
         **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype and further options of
@@ -60,9 +62,9 @@ class TransformerLayer(nn.Module):
         - x, y: [B, S, hidden_size], or [S, B, hidden_size] for "sbhd"
 
     Raises:
-        ValueError: for heads that do not divide `hidden_size`, or that tp or the groups do not divide, and for a qk_norm_type
-            with weights where tp shards the heads.
-        TypeError: for an option of Transformer Engine without counterpart, with the way out.
+        ValueError: if num_attention_heads does not divide hidden_size and kv_channels is None; if num_gqa_groups does not
+            divide the heads or tp does not divide num_gqa_groups; and for a qk_norm_type with weights if tp shards the heads.
+        TypeError: for an option of Transformer Engine that dlp does not support; the message names an alternative.
 
     Examples:
         >>> layer = ops.TransformerLayer(64, 128, 4, activation="swiglu", recipe="fp8_current")
@@ -114,7 +116,7 @@ class TransformerLayer(nn.Module):
         )
 
     def te_names(self, fused: bool = False) -> TeNames:
-        """fused: q, k and v are one tensor of Transformer Engine."""
+        """Return the names of Transformer Engine. fused: whether q, k and v are one tensor there."""
         attention, mlp = "self_attention.layernorm_qkv.", "layernorm_mlp."
         names = names_of(self, "qkv.0", f"{attention}layer_norm_") | names_of(self, "proj.0", "self_attention.proj.")
         for name, joined in names_of(self, "qkv.1", "").items():
@@ -134,19 +136,20 @@ class TransformerLayer(nn.Module):
         checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip  # many parameters: those of the module of this name
-        """Run the layer. Under sequence parallelism hidden states are this rank's shard of the tokens.
+        """Run the layer. Under sequence parallelism hidden_states holds this rank's shard of the tokens.
 
         Args:
-            hidden_states: [B, S, H] or [S, B, H] as attn_input_format says, or tokens [B*S, H] with `batch`.
-            batch: Number of sequences in tokens [B*S, H].
-            rotary_pos_emb: cos and sin, each [S, head]; or angles [S, 1, 1, head] of a `RotaryPositionEmbedding`.
-            attention_mask, ...: As of `DotProductAttention.forward`.
+            hidden_states: [B, S, H] or [S, B, H], according to attn_input_format; or tokens [B*S, H] with `batch`.
+            batch: Number B of sequences, only for tokens [B*S, H].
+            rotary_pos_emb: cos and sin, each [S, head]; or angles [S, 1, 1, head], as from Transformer Engine's
+                `RotaryPositionEmbedding`; None: no rotary embedding.
+            attention_mask, ...: As in `DotProductAttention.forward`.
 
-        Shape: that of hidden_states.
+        Shape: The output has the shape of hidden_states.
 
         Raises:
-            ValueError: For tokens without batch, tokens that are not `batch` sequences of one length, and cos and sin of
-                another shape.
+            ValueError: For tokens without `batch`, for a number of tokens that `batch` does not divide, and for cos and sin
+                of another shape.
         """
         refuse("TransformerLayer.forward", FORWARD, options, keywords_of(TransformerLayer.forward))
         if (batch is None) != (hidden_states.dim() == 3):
@@ -173,7 +176,7 @@ class TransformerLayer(nn.Module):
         return out if self.layernorm is None else self.layernorm(out)
 
     def _positioned(self, q: Tensor, k: Tensor, rotary: Any, length: int) -> tuple[Tensor, Tensor]:
-        """q and k, normalized and rotated."""
+        """Apply the norm of q and k, and the rotary embedding, in the configured order."""
         if self.norm_first:
             q, k = self._normed(q, k)
         if rotary is not None:
@@ -195,11 +198,12 @@ def _heads(
     options: dict[str, Any],
     parallel: bool,
 ) -> tuple[int, int, int]:
-    """Features of a head, groups of k and v, and tp. Raises ValueError for numbers that do not divide."""
+    """Return the features of a head, the number of groups of k and v, and the tp size. Raises ValueError for numbers that do
+    not divide each other as required."""
     if kv_channels is None and hidden_size % heads:
         raise ValueError(
             f"TransformerLayer: {heads} heads do not divide hidden_size {hidden_size}: choose a number of heads that "
-            f"divides it, or set kv_channels, the features of a head"
+            f"divides hidden_size, or set kv_channels, the features of a head"
         )
     groups = heads if gqa_groups is None else gqa_groups
     group = options.get("tp_group") if parallel else None
@@ -213,7 +217,7 @@ def _heads(
 
 
 def _qk_norm(kind: str | None, head: int, eps: float, options: dict[str, Any], tp: int) -> nn.Module | None:
-    """The norm of the heads of q or of k."""
+    """Return the norm for the heads of q or k; None: no norm."""
     if kind is None:
         return None
     if kind not in QK_NORMS:
@@ -231,7 +235,8 @@ def _qk_norm(kind: str | None, head: int, eps: float, options: dict[str, Any], t
 
 
 def _cos_and_sin(given: Any, shape: tuple[int, int], interleaved: bool) -> tuple[Tensor, Tensor]:
-    """cos and sin [S, head], from angles [S, 1, 1, head] or as given. Raises ValueError for other shapes."""
+    """Return cos and sin, each [S, head]: as given, or computed from angles [S, 1, 1, head]. shape: (S, head). Raises
+    ValueError for other shapes."""
     if isinstance(given, Tensor) and tuple(given.shape) == (shape[0], 1, 1, shape[1]):
         angles = given.reshape(shape)
         return angles.cos(), angles.sin()
@@ -245,8 +250,7 @@ def _cos_and_sin(given: Any, shape: tuple[int, int], interleaved: bool) -> tuple
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotary position embedding of the heads x [..., head]. interleaved: rotate pairs of neighbours; else the halves of a
-    head."""
+    """Apply the rotary position embedding to heads x [..., head]. interleaved: see `rotary_pos_interleaved`."""
     if interleaved:
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
     else:

@@ -1,12 +1,12 @@
 """dlp.optim: optimizers for custom training loops (docs/optimizers.md).
 
-    AdamW8bit, AdamW4bit, AdamWFp8   AdamW with averages stored in 8 or 4 bits, in torchao's encodings
-    InvariantAdamW                   AdamW with the same bits wherever a parameter is cut, for `invariant=True` on CPUs
+    AdamW8bit, AdamW4bit, AdamWFp8   AdamW whose optimizer states are stored in 8 or 4 bits, in torchao's encodings
+    InvariantAdamW                   AdamW whose bits do not depend on the sharding of parameters, for `invariant=True` on CPUs
     Muon                             orthogonalized momentum for matrices, AdamW for other parameters
 
-All step on shards, replicated parameters and plain tensors. A step divides gradients by the attribute `grad_scale` and leaves
-every bit of parameters and states where `found_inf` is 1, both fp32 [] on the device, without waiting for the device;
-`clip_` sets the two, and `clip_grad_norm_` clips before the step of any optimizer. All names of `__all__` are public.
+All optimizers accept sharded, replicated and plain parameters. A step divides gradients by the attribute `grad_scale`, and
+changes nothing if `found_inf` is 1. Both are fp32 [] tensors on the device, so that the host need not wait. `clip_` sets both;
+`clip_grad_norm_` clips gradients before the step of any optimizer. The names of `__all__` are public.
 """
 
 from dlp.optim.clip import clip_, clip_grad_norm_

@@ -1,7 +1,7 @@
 """Clipping by the norm of all gradients.
 
-clip_               inside of the step of an optimizer of `dlp.optim`, without waiting for the device
-clip_grad_norm_     before the step of any optimizer; plain parameters may stand beside DTensors
+clip_               lets the next step of an optimizer of `dlp.optim` clip, without waiting for the device
+clip_grad_norm_     clips before the step of any optimizer; accepts plain parameters together with DTensors
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlp.parallel.weight.local import local_values
 
 @torch.no_grad()
 def clip_(optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Clip the gradients in the next step of an optimizer of `dlp.optim`, or skip the step if their norm is not finite.
+    """Clip the gradients in the next step of an optimizer of `dlp.optim`, or skip the step if the norm is not finite.
 
     The host does not wait for the device.
 
@@ -59,12 +59,12 @@ def clip_(optimizer: Optimizer, max_norm: float) -> Tensor:
 def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
     """Clip the gradients of these parameters to a largest norm of all gradients as one vector.
 
-    As `torch.nn.utils.clip_grad_norm_`, which raises "got mixed torch.Tensor and DTensor" for a model to which a module was
-    added after `dlp.convert`, and for DTensors on several meshes. A plain parameter counts once: all ranks must have the same
-    gradient of this parameter. All ranks call this function.
+    Unlike `torch.nn.utils.clip_grad_norm_`, which raises "got mixed torch.Tensor and DTensor", this function accepts models to
+    which a module was added after `dlp.convert`, and DTensors on several meshes. A plain parameter counts once in the norm, so
+    its gradient must be equal on all ranks. All ranks call this function.
 
     Args:
-        parameters: a module, or parameters; those without a gradient are left out.
+        parameters: a module, or parameters; parameters without a gradient are ignored.
         max_norm: largest norm.
 
     Returns:
@@ -94,7 +94,8 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -
 
 
 def _total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Norm of all gradients, fp32 []. torch computes norms of DTensors on one mesh, or of plain tensors, at a time."""
+    """Return the norm of all gradients, fp32 []. One call of torch's `get_total_norm` supports only DTensors of one mesh, or
+    only plain tensors."""
     if not grads:
         return torch.zeros((), device=device)
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}

@@ -3,11 +3,12 @@
     average of a parameter [.., K]
         codes   [.., K] or [.., K/2]  float8_e4m3fn or uint8; two codes of four bits share a byte
         scale   [.., K/block]         fp32
-    or fp32 [.., K], for the reason that `Encoding.keeps_fp32` returns
+    or fp32 [.., K], not encoded, see `Encoding.keeps_fp32`
 
-These are plain tensors, or DTensors if the parameter is a DTensor, so that checkpoints hold codes and scales by name: encoding
+Codes and scales are plain tensors, or DTensors if the parameter is a DTensor. Checkpoints store them by name, since encoding
 decoded values again would give other codes. A block lies within a row of a rank's shard, so codes and scales are sharded like
-the parameter, on every mesh whose shards have rows of complete blocks. torchao's tensors are views of them during an update.
+the parameter if the rows of each shard consist of complete blocks. During an update, torchao's tensors are views of codes and
+scales.
 """
 
 from __future__ import annotations
@@ -24,17 +25,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dlp.parallel.weight.local import local_values, shards_of
 
 SMALLEST = 4096  # minimum number of elements on a rank, as in torchao
-AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # whether the average has a sign
+AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name of an average -> whether its values may be negative
 Average = Tensor | dict[str, Tensor]
-# makes torchao's tensor [n] from codes and scales of complete blocks, in the same memory
+# Function (codes, scale) -> torchao's tensor [n] in the same memory
 Wrap = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Encoding of an average by torchao.optim. `module`, `name`: tensor class; `block`: elements that share a scale;
-    `packed`: number of
-    codes in one element of `dtype`."""
+    """Encoding of an average by torchao.optim.
+
+    module, name   module and name of torchao's tensor class
+    block          number of elements that share a scale
+    dtype          dtype of the codes
+    packed         number of codes in one element of `dtype`
+    """
 
     module: str
     name: str
@@ -48,12 +53,13 @@ class Encoding:
         return 2 * (1 / self.packed + 4 / self.block)
 
     def keeps_fp32(self, shape: Sequence[int], shards: Sequence[int]) -> str | None:
-        """The reason why the averages of a parameter of this shape, with this number of shards per dimension, stay
-        fp32; None: encoded.
+        """Return the reason why the averages of a parameter stay fp32, equal on all ranks; None: they are encoded.
 
-        Equal on all ranks."""
+        shape    shape of the full parameter
+        shards   number of shards along each dimension
+        """
         if any(size % num for size, num in zip(shape, shards, strict=True)):
-            return f"cut unevenly into {prod(shards)}"
+            return f"{prod(shards)} shards of unequal size"
         if prod(shape) // prod(shards) < SMALLEST:
             return f"fewer than {SMALLEST} elements on a rank"
         if (row := shape[-1] // shards[-1]) % self.block:
@@ -61,13 +67,14 @@ class Encoding:
         return None
 
     def zeros(self, parameter: Tensor) -> Average:
-        """Return an average before the first step."""
+        """Return an average that is 0, the state before the first step."""
         if self.keeps_fp32(parameter.shape, shards_of(parameter)) is not None:
             return torch.zeros_like(parameter)
         codes = _zeros(parameter, self.packed, self.dtype)
         return {"codes": codes, "scale": _zeros(parameter, self.block, torch.float32)}
 
     def wrap(self, signed: bool, device: torch.device) -> Wrap:
+        """Return a function that builds torchao's tensor from codes and scales. `signed`: see AVERAGES."""
         module = importlib.import_module(self.module)
         kind = getattr(module, self.name)
         if self.name == "OptimStateFp8":
@@ -86,7 +93,7 @@ ENCODINGS = {
 
 
 def _zeros(parameter: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
-    """A zero tensor that is sharded like a parameter, with one element per `block` elements of a row."""
+    """Return a zero tensor that is sharded like a parameter, with one element for every `elements` elements of a row."""
     *rows, columns = local_values(parameter).shape
     local = torch.zeros(*rows, columns // elements, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
@@ -99,7 +106,7 @@ def _zeros(parameter: Tensor, elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def flat(average: Average) -> Average:
-    """Flat part [n] of an average on this rank."""
+    """Return this rank's shard of an average: a flat tensor [n], or flat codes and scales."""
     if isinstance(average, Tensor):
         return local_values(average).view(-1)
     return {name: local_values(part).view(-1) for name, part in average.items()}
@@ -126,7 +133,7 @@ def decoded(parts: Mapping[str, Tensor], signed: bool) -> Tensor:
 
 @torch.no_grad()
 def write(average: Average, values: Tensor, signed: bool) -> None:
-    """Write this rank's part of unsharded values [.., K] into an average, encoded if the average is encoded."""
+    """Write this rank's shard of unsharded values [.., K] into an average, and encode the values if the average is encoded."""
     like = average if isinstance(average, Tensor) else average["codes"]
     if isinstance(like, DTensor):
         values = distribute_tensor(values, like.device_mesh, like.placements, src_data_rank=None)

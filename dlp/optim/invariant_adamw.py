@@ -1,8 +1,9 @@
-"""AdamW whose update of an element has the same bits wherever FSDP or tp cuts the parameter.
+"""AdamW whose update of an element has the same bits for every sharding of the parameter by FSDP or tp.
 
-The fused AdamW of torch updates the last elements of a tensor on CPUs by other instructions than the elements before, and the
-last bits differ. So shards of 4 elements have other bits than the whole parameter of 32 elements. Here every operation rounds
-once, in a vector and alone. The square root is taken in fp64, since roots of torch on CPUs are not always the nearest fp32.
+On CPUs, torch's fused AdamW updates most elements of a tensor by vector instructions and the last elements by scalar
+instructions, whose results differ in the last bits. A shard of 4 elements thus gets other bits than the same elements of a
+parameter of 32 elements. Here, vector and scalar instructions round every operation equally. The square root is computed in
+fp64, since fp32 square roots of torch on CPUs are not always correctly rounded.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from dlp.parallel.weight.local import local_values
 
 
 class InvariantAdamW(ScaledOptimizer):
-    """AdamW for runs with `invariant=True` on CPUs, where shards must have the bits of the whole parameter.
+    """AdamW for runs with `invariant=True` on CPUs: a shard gets the bits of an update of the full parameter.
 
-    A step divides gradients by `grad_scale` and keeps every bit where `found_inf` is 1, fp32 [] each, as in the fused
-    AdamW of torch, which computes every element by the same instructions on GPUs, and is faster there.
+    On GPUs use torch's fused AdamW, which updates all elements by the same instructions and is faster. A step divides gradients
+    by `grad_scale`, and changes nothing if `found_inf` is 1; both are fp32 [] tensors.
 
     Args:
-        params: fp32 parameters, or groups of them, on one device; sharded and replicated parameters as well.
+        params: fp32 parameters (plain, sharded or replicated) on one device, or parameter groups.
         lr: learning rate.
         betas: decay rates of the averages of the gradient and of its square.
         eps: number added to the denominator.
         weight_decay: decoupled weight decay.
 
     Raises:
-        ValueError: for a setting outside of its range.
+        ValueError: for lr, eps or weight_decay below 0, and betas outside [0, 1).
 
     Examples:
         >>> model = nn.Linear(16, 16)

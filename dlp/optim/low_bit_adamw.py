@@ -1,11 +1,8 @@
-"""AdamW with states in 8 or 4 bits: the update of torchao, with clipping and skipping as in torch's fused AdamW.
+"""AdamW with optimizer states in 8 or 4 bits: the update of torchao, with `grad_scale` and `found_inf` of `ScaledOptimizer`.
 
-    grad_scale   fp32 []; gradients are divided by it
-    found_inf    fp32 []; 1 leaves all bits of parameters and states unchanged. Both are set before `step`
-
-torchao's own optimizers ignore both, and count steps on the host. This code does not wait for the device, so a CUDA graph can
-capture a step. On GPUs a step is compiled once for each number of elements of a parameter on a rank; on a CPU the minute of
-compilation does not pay off.
+torchao's own optimizers ignore both attributes, and count steps on the host. The optimizers here do not wait for the device,
+so a CUDA graph can capture a step. On GPUs, the step is compiled once for each number of elements of a parameter on a rank. On
+CPUs the step is not compiled, since the compilation takes longer than it saves.
 """
 
 from __future__ import annotations
@@ -38,13 +35,13 @@ class LowBitAdamW(ScaledOptimizer):
         self._step = compiled(step_of_one) if device.type == "cuda" else step_of_one
 
     def make_state(self) -> None:
-        """Create the state of all parameters before the first step, for a checkpoint to be loaded into."""
+        """Create the state of all parameters, so that a checkpoint can be loaded before the first step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state_of(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict like torch, but keep the dtype of codes, which torch would cast to the dtype of the
+        """Load a state dict as torch does, but cast codes back to their dtype: torch casts states to the dtype of the
         parameter."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
@@ -71,7 +68,7 @@ class LowBitAdamW(ScaledOptimizer):
 
 
 class _ByName(LowBitAdamW):
-    """Base of the public optimizers, with encoding `kind`."""
+    """Base class of AdamW8bit, AdamW4bit and AdamWFp8. `kind`: key of ENCODINGS."""
 
     kind: str
 
@@ -99,8 +96,8 @@ class AdamW8bit(_ByName):
 
     Args:
         params: parameters, or groups of parameters.
-        lr: learning rate; each group holds a tensor on the device, which a schedule may fill.
-        betas: decay rates of the averages.
+        lr: learning rate; `group["lr"]` is a tensor on the device, into which a schedule writes with `fill_`.
+        betas: decay rates of the averages of the gradient and of its square.
         eps: number added to the denominator.
         weight_decay: decoupled weight decay.
 
@@ -122,8 +119,8 @@ class AdamW4bit(_ByName):
 
     Args:
         params: parameters, or groups of parameters.
-        lr: learning rate; each group holds a tensor on the device, which a schedule may fill.
-        betas: decay rates of the averages.
+        lr: learning rate; `group["lr"]` is a tensor on the device, into which a schedule writes with `fill_`.
+        betas: decay rates of the averages of the gradient and of its square.
         eps: number added to the denominator.
         weight_decay: decoupled weight decay.
 
@@ -145,8 +142,8 @@ class AdamWFp8(_ByName):
 
     Args:
         params: parameters, or groups of parameters.
-        lr: learning rate; each group holds a tensor on the device, which a schedule may fill.
-        betas: decay rates of the averages.
+        lr: learning rate; `group["lr"]` is a tensor on the device, into which a schedule writes with `fill_`.
+        betas: decay rates of the averages of the gradient and of its square.
         eps: number added to the denominator.
         weight_decay: decoupled weight decay.
 
@@ -165,8 +162,15 @@ def step_of_one(
     values: Tensor, grad: Tensor, step: Tensor, averages: dict[str, Average], wraps: dict[str, Wrap],
     on_device: tuple[Tensor, Tensor, Tensor], settings: tuple[float, float, float, float],
 ) -> None:  # fmt: skip
-    """Update one parameter. values, grad [n]; `on_device`: lr, grad_scale, found_inf; `settings`: both betas, weight
-    decay, eps."""
+    """Update one parameter in place.
+
+    values, grad   this rank's shards of the parameter and its gradient [n]
+    step           number of steps, fp32 []
+    averages       name -> average, see AVERAGES
+    wraps          name -> result of `Encoding.wrap`
+    on_device      lr, grad_scale, found_inf, fp32 [] each
+    settings       both betas, weight decay, eps
+    """
     from torchao.optim.adam import single_param_adam
 
     lr, grad_scale, found_inf = on_device
@@ -184,12 +188,12 @@ def step_of_one(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View float8 as bytes, since no operation in compiled code selects between float8 tensors."""
+    """View float8 as bytes, since torch.where in compiled code does not support float8."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def compiled(step: Callable[..., None]) -> Callable[..., None]:
-    """Return the compiled step; every shape is compiled, without a limit on their number."""
+    """Return the step compiled by torch.compile, once for each shape and for up to 1000 shapes."""
     made = torch.compile(step, fullgraph=True, dynamic=False)
 
     def run(*arguments: Any) -> None:

@@ -4,10 +4,11 @@
     u  = NS(mu b + (1 - mu) g)          Nesterov momentum; NS makes all singular values of the full matrix about 1
     w -= lr (wd w + 0.2 sqrt(max(rows, columns)) u)
 
-so that lr and weight decay are AdamW's (Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982, section 2.2). The values
-are those of torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which supports neither shards nor clipping nor skipping. A shard
-cannot be orthogonalized alone: each rank gathers u of a matrix in bf16, the dtype of NS, and computes the complete NS. The cost
-of NS therefore does not fall with the number of ranks, and a step sends 2 bytes for each element of these matrices.
+With this factor, lr and weight decay can have the values of AdamW (Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982,
+section 2.2). The results equal those of torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which does not support sharded
+parameters, `grad_scale` and `found_inf`. NS needs the full matrix: each rank gathers the argument of NS in bf16 and computes
+the complete NS. The cost of NS therefore does not fall with the number of ranks, and a step sends 2 bytes for each element of
+these matrices.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from dlp.parallel.weight.local import local_values
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-LEAST = 1e-7  # added to a norm before division
+LEAST = 1e-7  # minimum of a norm in a division
 BUFFER = "momentum_buffer"
 
 
 MUON = "muon"
-OWN = {"layer": "dlp.optim", "purpose": "other"}  # layer name of the transfers of a step in ledgers
+OWN = {"layer": "dlp.optim", "purpose": "other"}  # labels of the transfers of a step in ledgers
 
 
 def is_matrix_of_block(parameter: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a parameter: not embeddings, the head, norms or biases."""
+    """Whether Muon updates a parameter: a matrix in `layers`, so neither embedding nor head. `parameter`: full name."""
     return len(shape) == 2 and "layers" in parameter.split(".")
 
 
@@ -51,7 +52,8 @@ def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str
         weight_decay: weight decay of parameters with at least two dimensions; vectors have none.
 
     Returns:
-        Groups of matrices, of other parameters with at least two dimensions, and of vectors, without empty groups.
+        Up to three groups: matrices of blocks, other parameters with at least two dimensions, and vectors. Empty groups are
+        left out.
 
     Raises:
         ValueError: for a model without such matrices.
@@ -91,11 +93,11 @@ class Muon(ScaledOptimizer):
         groups: groups of parameters, for example from `dlp.optim.muon_groups`. A group with `matrices` true holds 2-D
             parameters for Muon, other groups hold parameters for AdamW.
         lr: number, or tensor on the device.
-        betas: decay rates of the averages of AdamW; the first is the momentum of Muon.
+        betas: decay rates of the averages of AdamW. The momentum of Muon is always 0.95.
         eps: number added to the denominator of AdamW.
 
     Raises:
-        ValueError: for a parameter with another number of dimensions in a group of matrices.
+        ValueError: for a group with `matrices` true that holds a parameter with another number of dimensions than 2.
 
     Examples:
         >>> model = nn.Sequential(nn.ModuleList([nn.Linear(64, 64)]))
@@ -116,7 +118,7 @@ class Muon(ScaledOptimizer):
                     )
 
     def make_state(self) -> None:
-        """Create the state of all parameters before the first step, for a checkpoint to be loaded into."""
+        """Create the state of all parameters, so that a checkpoint can be loaded before the first step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state_of(parameter, group["matrices"])
@@ -172,7 +174,7 @@ def orthogonal(u: Tensor) -> Tensor:
 
 
 def whole(shard: Tensor, like: Tensor) -> Tensor:
-    """Gather a matrix that is sharded like `like`: over dp_shard, whose ranks share the tp shard, then over tp."""
+    """Gather a matrix that is sharded like the parameter `like`, axis by axis in the order of the mesh: dp_shard, then tp."""
     if not isinstance(like, DTensor):
         return shard
     mesh: DeviceMesh = like.device_mesh
@@ -194,6 +196,7 @@ def whole(shard: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_of(matrix: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of a full matrix, sharded like the parameter `like`."""
     if not isinstance(like, DTensor):
         return matrix
     return distribute_tensor(matrix, like.device_mesh, like.placements, src_data_rank=None).to_local()

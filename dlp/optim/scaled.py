@@ -1,7 +1,9 @@
-"""Base of the optimizers of dlp, which clip and skip without waiting for the device.
+"""Base class of the optimizers of dlp. Clipping gradients and skipping a step do not wait for the device.
 
-grad_scale   fp32 []; a step divides gradients by it
-found_inf    fp32 []; 1 leaves all bits of parameters and states unchanged. Both are set before `step`
+    grad_scale   fp32 []; a step divides gradients by this number
+    found_inf    fp32 []; if 1, a step changes no parameters and states
+
+`clip_` or the user sets both attributes before `step`.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ class ScaledOptimizer(Optimizer):
         return loss
 
     def step_of_group(self, group: dict[str, Any]) -> None:
-        """Update the parameters of a group that have gradients."""
+        """Update the parameters of a parameter group that have gradients."""
         raise NotImplementedError
 
 
 def _check_groups(name: str, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError for a learning rate, eps or weight decay below 0 or NaN, and for betas outside [0, 1). name: of the
-    optimizer."""
+    """Raise ValueError for a learning rate, eps or weight decay that is negative or not finite, and for betas outside [0, 1).
+
+    `name`: class name of the optimizer, for the message."""
     for group in groups:
         for key in ("lr", "eps", "weight_decay"):
             value = group.get(key, 0.0)

@@ -1,1 +1,1 @@
-"""Parallel linears, conversion, FSDP and the step boundary: only this package combines recipe, style and overlap."""
+"""Parallel linears, model conversion, FSDP and the step boundary. Only this package combines recipe, style and overlap."""

@@ -2,13 +2,13 @@
 
     python -m dlp.parallel.tune CONFIG ──► Times, a table (JSON) ──► `choose` ──► names of strategies in the rows of the plan
 
-A table has the times of the passes of layers under each strategy, for one GPU, number of ranks and transport. For a layer
-in the table, `choose` takes the strategy with the lowest measured time; for another layer, the strategy with the lowest time
-predicted from the table's rates of GEMMs and links. The strategy must be faster than `serial` by a margin, and a measured
-difference must exceed the noise.
+A table contains the times of forward and backward of layers under each strategy, measured on one GPU model with one number
+of tp ranks and one transport. For a layer in the table, `choose` takes the strategy with the lowest measured time; for another
+layer, the strategy with the lowest time that is predicted from the measured rates of GEMMs and of the link. A strategy other
+than `serial` must be faster than `serial` by a margin, and a measured difference must exceed the noise.
 
-dlp ships tables (`dlp/parallel/tables`). `shipped` finds the table of a GPU; for another number of ranks only the rates are
-used. Without a table of this GPU every strategy is `serial`, and the plan states the reason.
+dlp ships tables (`dlp/parallel/tables`). `shipped` finds the table of a GPU; from a table for another number of ranks only the
+rates are used. Without a table of this GPU every strategy is `serial`, and the plan states the reason.
 """
 
 from __future__ import annotations
@@ -38,15 +38,21 @@ from dlp.quant.siblings import together
 
 AUTO, SERIAL = "auto", "serial"
 CANDIDATES = (SERIAL, "chunked", "chunked:2", "chunked:4")
-MEASURED, MODELLED = 0.98, 0.95  # fraction of serial's time below which another strategy is chosen
-VERSION = 1  # to be raised when strategies, transports or kernels change so that old times no longer apply
+# A strategy is chosen if its time is less than this fraction of the time of serial: for measured and for predicted times
+MEASURED, MODELLED = 0.98, 0.95
+VERSION = 1  # raise the number when strategies, transports or kernels change so that older tables no longer apply
 TABLES = Path(__file__).parent / "tables"
 NOMINAL = 8192  # tokens of all ranks for which an explicitly constructed layer chooses its strategies
 Sizes = tuple[int, int, int]  # M, N, K
 
 
 class Problem(NamedTuple):
-    """A linear, or siblings, with weights w_i [N_i, K] before tp shards them, on the M tokens of all ranks."""
+    """A linear, or siblings, for which strategies are chosen.
+
+    tokens         M, the tokens of all tp ranks together
+    in_features    K, before tp shards the weights
+    out_features   N_i of each member, before tp shards the weights
+    """
 
     style: ParallelStyle
     tokens: int
@@ -59,7 +65,7 @@ class Problem(NamedTuple):
         return self.style.name, self.tokens, self.in_features, self.out_features, str(self.recipe)
 
     def local(self, tp: int) -> list[tuple[int, int]]:
-        """Shapes [N_i, K] of the weights on one rank."""
+        """Return the shapes [N_i, K] of the weights on one rank."""
         return [shard_sizes(self.style, out, self.in_features, tp, "") for out in self.out_features]
 
     def sizes(self, tp: int) -> Sizes:
@@ -72,10 +78,12 @@ class Problem(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The strategy of one GEMM of a layer, with times in milliseconds under this strategy and under serial.
+    """The strategy that "auto" chose for one GEMM of a layer. All times are in seconds; None: not known.
 
-    A time is of the pass if it was measured, else of the GEMM and its transfer by the model. `why`: the reason for serial
-    without a comparison of times."""
+    measured    measured time of the forward (fprop) or the backward (dgrad) under the strategy; `measured_serial`: under serial
+    predicted   predicted time of the GEMM and its transfer under the strategy; `predicted_serial`: under serial
+    why         reason why serial was chosen without a comparison of times; "": times were compared
+    """
 
     gemm: str
     strategy: str
@@ -90,10 +98,11 @@ class Choice(NamedTuple):
 class Row:
     """The measured times of one problem.
 
-    passes   GEMM -> strategy -> seconds of the pass that the GEMM belongs to
-    noise        uncertainty of these times, in the same form
-    gemms        GEMM -> seconds of the GEMM without a transfer, for all members
-    sizes        M, N, K of a rank
+    key      `Problem.key`
+    sizes    `Problem.sizes`: M, N, K of the GEMM of one rank
+    passes   GEMM -> strategy -> seconds: the forward for "fprop", the backward for "dgrad"
+    noise    uncertainty of `passes` in seconds, in the same form
+    gemms    GEMM -> seconds of the GEMM without a transfer, for all members
     """
 
     key: tuple[Any, ...]
@@ -103,10 +112,8 @@ class Row:
     gemms: Mapping[str, float]
 
     def fastest(self, gemm: str) -> str | None:
-        """The strategy of a GEMM's pass: serial, unless another strategy was faster by a margin and by more than
-        the noise of both.
-
-        None: serial was not measured."""
+        """Return the fastest strategy of the pass of this GEMM, or serial if no strategy is faster by a margin and by more than
+        the noise of both times. None: serial was not measured."""
         times, noise = self.passes.get(gemm, {}), self.noise.get(gemm, {})
         if SERIAL not in times:
             return None
@@ -116,10 +123,13 @@ class Row:
 
 
 class Machine(NamedTuple):
-    """The machine of a measurement or of a plan.
+    """The machine on which times are measured, or for which a plan is made.
 
-    kind: one of `dlp.quant.gemm.DEVICES`. device: name of the device, or a word of the name. The other fields are versions. "":
-    not known."""
+    kind      one of `dlp.quant.gemm.DEVICES`
+    device    name of the device, or one word of the name; "": not known
+    torch     version of torch; "": not known
+    version   `VERSION` of this module; None: not known
+    """
 
     kind: str
     device: str = ""
@@ -128,11 +138,11 @@ class Machine(NamedTuple):
 
 
 def gemm_rate(measured: Sequence[tuple[Sizes, float]], sizes: Sizes, *, neighbors: int = 1) -> float | None:
-    """Return the operations per second of a GEMM from rates that were measured at other sizes, or None without any.
+    """Return the operations per second of a GEMM, estimated from rates that were measured at other sizes; None without rates.
 
     Args:
-        measured: sizes and rates.
-        sizes: sizes of the GEMM.
+        measured: pairs of sizes and rate (operations per second).
+        sizes: M, N, K of the GEMM.
         neighbors: number of nearest sizes of which the geometric mean is taken, weighted by their inverse distances.
     """
     if not measured:
@@ -146,8 +156,8 @@ def gemm_rate(measured: Sequence[tuple[Sizes, float]], sizes: Sizes, *, neighbor
 
 
 def machine(device_type: str, board: str = "") -> Machine:
-    """This machine for "cpu" and "cuda"; for other kinds a machine of which only `board`, a word of the device's name,
-    is known."""
+    """Return this machine if `device_type` is "cpu" or "cuda". Any other value is taken as the kind of a machine of which only
+    `board`, a word of the device's name, is known."""
     if device_type == "cpu":
         return Machine(device_type, "CPU", torch.__version__, VERSION)
     if device_type == "cuda":
@@ -159,9 +169,10 @@ def machine(device_type: str, board: str = "") -> Machine:
 class Times:
     """Table of measured times.
 
-    kind, device       kind of device, one of `dlp.quant.gemm.DEVICES`, and its name
+    kind, device       kind of device, one of `dlp.quant.gemm.DEVICES`, and name of the device
     ranks, transport   number of tp ranks; "mapped", "nccl" or "gloo"
-    speed, meeting     bytes per second between two ranks; latency of a transfer in seconds
+    processors         number of SMs of the device; 0 for a CPU
+    speed, meeting     bytes per second that a rank sends in a gather; latency of a transfer in seconds
     rows               the measured problems
     about              further entries of the file: date and versions of the measurement
     """
@@ -184,7 +195,8 @@ class Times:
         return self._by_key.get(problem.key)
 
     def obstacle(self, here: Machine, ranks: int, transport: str) -> str | None:
-        """The reason why these times do not apply to a tp group of that machine. None if no difference is known."""
+        """Return the reason why this table does not apply to a tp group of `ranks` ranks on machine `here`; None if it applies.
+        Fields of `here` that are not known, and the transport "", are not compared."""
         this, its = (here.kind, ranks, transport or self.transport), (self.kind, self.ranks, self.transport)
         said = [f"{count} {kind} ranks by {by}" for kind, count, by in (its, this)]
         if this != its:
@@ -197,15 +209,16 @@ class Times:
         return None
 
     def for_ranks(self, ranks: int) -> Times:
-        """The times for groups of this number of ranks. For a number that was not measured, only the rates of GEMMs and
-        of the link are kept."""
+        """Return the table for groups of this number of ranks. For a number that was not measured, the table contains only the
+        rates of GEMMs and of the link."""
         if ranks == self.ranks:
             return self
         rates = tuple(replace(row, passes={}, noise={}) for row in self.rows)
         return replace(self, ranks=ranks, rows=rates, about={**self.about, "from_ranks": self.ranks})
 
     def rate(self, problem: Problem, gemm: str) -> float | None:
-        """Operations per second of a GEMM without a transfer, at the nearest sizes measured under this recipe."""
+        """Return the operations per second of a GEMM without a transfer, measured under this recipe at the nearest sizes; None:
+        the table has no such measurement."""
         sizes, recipe = problem.sizes(self.ranks), str(problem.recipe)
         rows = [row for row in self.rows if row.key[-1] == recipe and row.gemms.get(gemm)]
         return gemm_rate([(row.sizes, 2.0 * prod(row.sizes) / row.gemms[gemm]) for row in rows], sizes)
@@ -218,7 +231,7 @@ class Times:
         return f"{measured} x {self.device} by {link}, {len(self.rows)} layers measured, {date}{rates}"
 
     def text(self, choices: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Text of the file. `choices`: the strategies chosen by the table."""
+        """Return the table as JSON text, which `read` parses. `choices`: strategies chosen by this table, for information."""
         rows = [
             {**dict(zip(("style", "tokens", "in_features", "out_features", "recipe"), row.key, strict=True)),
              "sizes": row.sizes, "pass_us": {g: _microseconds(of) for g, of in row.passes.items()},
@@ -249,7 +262,7 @@ def _row(
     style: str, tokens: int, in_features: int, out_features: Sequence[int], recipe: str, sizes: Sequence[int],
     **us: Any,
 ) -> Row:  # fmt: skip
-    """Parse one entry of the file. Raises KeyError, TypeError, AttributeError or ValueError for a malformed entry."""
+    """Parse one entry of `rows` in the file. Raises KeyError, TypeError, AttributeError or ValueError for a malformed entry."""
     passes, noise = ({gemm: _seconds(of) for gemm, of in us[by].items()} for by in ("pass_us", "noise_us"))
     for name in {name for of in passes.values() for name in of}:
         overlaps.load(name)  # ValueError for an unknown strategy
@@ -260,7 +273,7 @@ def _row(
 
 
 def read(text: str, name: str) -> Times:
-    """Parse the text of a file. Raises ValueError for a malformed file."""
+    """Parse the text of the table file `name`. Raises ValueError for a malformed text."""
     try:
         found = json.loads(text)
         rows = tuple(_row(**row) for row in found.pop("rows"))
@@ -281,8 +294,8 @@ def read(text: str, name: str) -> Times:
 
 
 def load(path: str | Path, *, together: bool = False) -> Times:
-    """Load the table of a file. `together`: rank 0 reads the file for all ranks. Raises ValueError on all ranks if it
-    cannot be read."""
+    """Load a table from a file. `together`: all ranks call this function, rank 0 reads the file and broadcasts the text. Raises
+    ValueError if the file cannot be read or parsed, with `together` on all ranks."""
     said = ["", ""]
     if not together or dist.get_rank() == 0:
         try:
@@ -298,14 +311,14 @@ def load(path: str | Path, *, together: bool = False) -> Times:
 
 @cache
 def _tables(folder: Path) -> tuple[Times, ...]:
-    """Tables of a folder, read once, since every layer constructed with "auto" and every plan needs them."""
+    """Load all tables of a folder, once: every plan, and every layer constructed with "auto", needs them."""
     return tuple(load(path) for path in sorted(folder.glob("*.json")))
 
 
 def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, str]:
-    """The table that dlp ships for a GPU, and the reason if there is none.
+    """Return the table that dlp ships for this device and transport, or None with the reason.
 
-    A table with the same number of ranks is preferred. Versions of torch may differ."""
+    A table for the same number of ranks is preferred. A table that was measured with another version of torch is accepted."""
     tables = _tables(TABLES)
     own = here._replace(torch="")
     fit = [times for times in tables if times.obstacle(own, times.ranks, transport) is None]
@@ -313,15 +326,15 @@ def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, st
         known = ", ".join(dict.fromkeys(times.device for times in tables)) or "no GPU"
         return (
             None,
-            f"{NO_TABLE} of {here.device or here.kind} by {transport or 'any transport'}; dlp ships those of {known}",
+            f"{NO_TABLE} of {here.device or here.kind} by {transport or 'any transport'}; dlp ships tables of {known}",
         )
     nearest = min(fit, key=lambda times: (times.ranks != ranks, abs(times.ranks - ranks)))
     return nearest.for_ranks(ranks), ""
 
 
 def at_construction(asked: Asked, problem: Problem, group: ProcessGroup | None, device_type: str) -> Asked:
-    """Strategies of an explicitly constructed layer: the strategies in `asked`, or, for "auto", the choice by `shipped` times
-    for the tokens of `problem`."""
+    """Return the strategies of an explicitly constructed layer: the strategies in `asked`, where "auto" is replaced by the
+    choice from the shipped table for `problem`."""
     if group is None or group.size() == 1:
         return choose(asked, None, None, NOTHING)[0]
     if AUTO not in ([asked] if isinstance(asked, str) else asked.values()):
@@ -331,7 +344,7 @@ def at_construction(asked: Asked, problem: Problem, group: ProcessGroup | None, 
 
 
 def transport_name(group: ProcessGroup, device_type: str) -> str:
-    """Carrier of transfers over a group: "mapped", "nccl" or "gloo"."""
+    """Return the transport of a group: "mapped", "nccl" or "gloo"."""
     return "mapped" if transport_of(group) is not None else "nccl" if device_type == "cuda" else "gloo"
 
 
@@ -346,9 +359,13 @@ Asked = str | dict[str, str]
 
 
 def choose(asked: Asked, problem: Problem | None, times: Times | None, why: str) -> tuple[Asked, tuple[Choice, ...]]:
-    """Strategies of a layer's GEMMs, as one name or by GEMM, from the settings of groups, and the choices of "auto".
-    `why`: the reason why
-    there are no times."""
+    """Return the strategies of a layer's GEMMs, as one name or by GEMM, and the choices that replace "auto".
+
+    asked     strategies that the layer groups set
+    problem   None: the layer has no transfer, or its tokens are not known
+    times     the table; None: there is no table
+    why       reason why `problem` or `times` is None
+    """
     names = dict.fromkeys(GEMMS, asked) if isinstance(asked, str) else {gemm: asked.get(gemm, SERIAL) for gemm in GEMMS}
     open_ones = [gemm for gemm in GEMMS if names[gemm] == AUTO]
     if not open_ones:
@@ -367,7 +384,7 @@ def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
         return Choice(gemm, SERIAL, why=work)
     row = times.row(problem)
     measured = {} if row is None else row.passes.get(gemm, {})
-    # NCCL's kernels occupy SMs that a concurrent GEMM lacks; the model ignores this
+    # With NCCL only serial is predicted: NCCL's kernels slow a concurrent GEMM down, which `seconds` does not model
     modelled = (SERIAL,) if times.transport == NCCL else CANDIDATES
     predicted = {name: overlaps.load(name).seconds(work) for name in modelled} if work.gemms else {}
     best = None if row is None else row.fastest(gemm)
@@ -380,8 +397,8 @@ def _choice(gemm: str, problem: Problem, times: Times) -> Choice:
 
 
 def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
-    """A GEMM and its transfer, with empty `gemms` if the table has no rate for the GEMM; or the reason why no strategy
-    matters."""
+    """Return the GEMM and its transfer as `Work`, whose `gemms` are empty if the table has no rate for the GEMM. If the
+    strategy makes no difference, return the reason instead."""
     if gemm == "wgrad":
         return ONE_GEMM
     tp, plan = times.ranks, problem.plan(times.ranks)
@@ -425,7 +442,7 @@ def work_of(gemm: str, problem: Problem, times: Times) -> Work | str:
 
 
 def check_together(choices: Sequence[object]) -> None:
-    """Raise ValueError on all ranks if some ranks have chosen different strategies than rank 0."""
+    """Raise ValueError on all ranks if any rank has chosen other strategies than rank 0."""
     mine = sha256(repr(choices).encode()).hexdigest()
     all_of: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(all_of, mine)

@@ -6,19 +6,19 @@
     plan       `CastPlan`, one for a tensor (x, w, dy, y, dx) and a number of rows: the reads of the matrix that produce the
                orientations, the padding, and the scales on which ranks agree
     observe    the amaxes that the casts need
-    agree      one MAX all-reduce per group over all observed amaxes; `Groups` with two groups agree over one, then the
-               other
+    agree      one MAX all-reduce per group over all observed amaxes; an amax with two `Groups` is reduced over the first
+               group, then over the second
     cast       cast into new storage, or into given storage
 
 x and dy are cast when the layer runs (`make_casts`). Weights are cast all together at the step boundary, into operands whose
 memory stays the same (`CastBatch`): matrices that share a quantizer are observed in one launch and cast in another. Such a
 launch reads a table of addresses in device memory, which is rewritten when a matrix, an operand or a delayed scale has moved:
 in the first steps, after a load, after a recipe change. All other steps only launch, so that a CUDA graph can capture them. A
-matrix is observed and cast separately, with equal bits, if the quantizer has no batch, the operands have no storage yet, or no
-kernel can read the matrix.
+matrix is observed and cast separately, with bitwise equal operands, if the quantizer has no method `batch`, the operands have
+no storage yet, or no kernel can read the matrix.
 
-This file knows no layers. A layer passes delayed scales, random-number origins and flags in a `CastContext`, from
-`dlp.parallel.linear.quantize`.
+This file does not depend on layers. `dlp.parallel.linear.quantize` passes the delayed scales, random-number origins and flags
+of a layer in a `CastContext`.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ BOTH: Orientations = (True, True)
 
 HP = HighPrecision()
 Values = Tensor | LazyMatrix
-# The two groups that agree on an amax, one after the other. The maxima of the first group are inputs of the second agreement.
-# None: no agreement.
+# Groups over which an amax is reduced by MAX: over the first group, then the result over the second. None: no reduction.
 Groups = tuple[ProcessGroup | None, ProcessGroup | None]
 NOBODY: Groups = (None, None)
 NOWHERE: Wanted = (None, None)  # casts allocate their operands
@@ -80,9 +79,9 @@ def agrees(
     They agree if tp shards the dimension that a scale spans, and the operand is gathered or the recipe has
     `amax_scope="all"`.
 
-    columnwise   the quantizer casts the transposed tensor
-    whole        the tensor has been gathered, so that every rank has the full tensor
-    own_group    the user named an amax group, which agrees on every scale
+    columnwise   whether the quantizer casts the transposed tensor
+    whole        whether the tensor has been gathered, so that every rank has the full tensor
+    own_group    whether the user named an amax group, which agrees on every scale
     """
     if own_group:
         return True
@@ -94,26 +93,28 @@ def agrees(
 
 
 def operand_shape(recipe: Recipe, tensor: str, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
-    """Shape [rows, contraction], with padding, of the operand of a matrix of this `shape`: x [M, K], w [N, K] or dy [M,
-    N]."""
+    """Return the shape [rows, contraction], with padding, of the operand that is cast from a matrix of this `shape`: x [M, K],
+    w [N, K] or dy [M, N]."""
     rows, columns = (size + -size % unit for size, unit in zip(shape, _units(recipe, tensor), strict=True))
     return (columns, rows + -rows % recipe.units[0]) if columnwise else (rows, columns)
 
 
 def _units(recipe: Recipe, tensor: str) -> tuple[int, int]:
-    """Multiples to which rows and columns of a stored tensor are padded. Tokens are padded only as a contraction dimension, to
-    `CastPlan.contracted`."""
+    """Return the multiples to which rows and columns of a stored tensor are padded. Tokens are padded only where they are the
+    contraction dimension, to a multiple of `CastPlan.contracted`."""
     _, n, k = recipe.units
     return {"x": (1, k), "w": (n, k), "dy": (1, n)}.get(tensor, (1, 1))
 
 
 @dataclass(frozen=True)
 class Read:
-    """One read of a stored matrix, and the operands that the read produces.
+    """One read of a stored matrix, which produces one or both operands.
 
-    rowwise      quantizer of the rowwise operand; None if the read does not produce it
-    columnwise   quantizer of the columnwise operand; a read produces both only if `one_read` supports this
-    groups       ranks that agree on the amaxes of each operand
+    rowwise      quantizer of the rowwise operand; None: the read does not produce this operand
+    columnwise   quantizer of the columnwise operand; None: the read does not produce this operand
+    groups       for each operand the groups that agree on its amaxes
+
+    A read produces both operands only if `one_read` supports the two quantizers.
     """
 
     rowwise: Quantizer | None
@@ -127,7 +128,7 @@ class Read:
 
     @cached_property
     def quantizer(self) -> Quantizer:
-        """The quantizer whose caps say whether the cast takes a slot, an origin, a flag."""
+        """The quantizer whose capabilities (`caps_of`) define whether the cast takes a slot, an origin and a flag."""
         quantizer = self.rowwise or self.columnwise
         assert quantizer is not None, "a read without operands"
         return quantizer
@@ -153,13 +154,13 @@ class Read:
 
     @cached_property
     def origins(self) -> tuple[bool, ...]:
-        """One entry for each `Origin` that the cast takes: whether the origin is of the transposed matrix."""
+        """For each `Origin` argument of the cast: whether the origin is a position in the transposed matrix."""
         wanted = ((False, self.rowwise), (True, self.columnwise))
         return tuple(col for col, q in wanted if q is not None) if caps_of(self.quantizer).origin else ()
 
     @cached_property
     def _writes(self) -> Orientations:
-        """Orientations that the read writes. An orientation that keeps the source's values is not written."""
+        """Orientations that the read writes to storage; an operand that keeps the source's values is not written."""
         row, col = self.rowwise, self.columnwise
         return row is not None and not row.format.keeps_source, col is not None and not col.format.keeps_source
 
@@ -172,10 +173,11 @@ class Read:
 class Cast(NamedTuple):
     """A read of one matrix, with all inputs.
 
-    matrix      [rows, columns] as stored, or lazy
-    slot, at    delayed scale and origins, as arguments of `Quantizer.cast`
-    into        storage of the operands; None: the cast allocates
-    flag        fp32 [], see `flagged`
+    matrix   [rows, columns] as stored, or lazy
+    slot     delayed scale, as argument of `Quantizer.cast`; None: the scale is not delayed
+    at       origins, as argument of `Quantizer.cast`; (): no stochastic rounding
+    into     storage of the rowwise and the columnwise operand; None: the cast allocates
+    flag     fp32 [], which the cast sets to NaN if a value is not finite; None: not recorded
     """
 
     read: Read
@@ -218,8 +220,8 @@ class Cast(NamedTuple):
         return (None, operand) if turned else (operand, None)
 
     def _both_storages(self) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """`into`, with contiguous storage for the operand that has none: a read of both operands takes storage for both or for
-        none."""
+        """Return `into`, completed by contiguous storage for the other operand: a read of both operands takes storage for both
+        or for none."""
         read, matrix, (out, out_t) = self.read, self.matrix, self.into
         assert read.rowwise is not None and read.columnwise is not None
         return (
@@ -228,14 +230,14 @@ class Cast(NamedTuple):
         )
 
     def batch(self) -> Quantizer | None:
-        """Quantizer whose batch this cast can join; None: the cast runs separately."""
+        """Return the quantizer by which this cast can run in one launch with other casts; None: the cast runs separately."""
         read, (out, out_t) = self.read, self.into
         if (out is None and read.rowwise is not None) or (out_t is None and read.columnwise is not None):
             return None
         return read.batched if read.batched is not None and ops.has_batches(self.matrix) else None
 
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of all memory that the launch reads and writes."""
+        """Return the addresses of all memory that the launch reads and writes."""
         tensors = [self.matrix, *(part for operand in self.into if operand is not None for part in operand.parts)]
         tensors += [] if self.slot is None else [self.slot.scale, self.slot.staging]
         tensors += [] if self.flag is None else [self.flag]
@@ -243,8 +245,8 @@ class Cast(NamedTuple):
 
 
 def compact(fmt: Format, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
-    """Contiguous storage for an operand [rows, contraction], as a gather sends it; `Format.empty` may give scales the strides
-    that a GEMM reads."""
+    """Allocate contiguous storage for an operand [rows, contraction], as a gather sends the operand. (`Format.empty` may give
+    scales other strides, which a GEMM reads.)"""
     rows, contraction = shape
     parts = zip(fmt.part_shapes((rows, contraction)), fmt.part_dtypes(dtype), strict=True)
     return fmt.wrap([torch.empty(part, dtype=of, device=device) for part, of in parts])
@@ -273,10 +275,10 @@ class Operands(NamedTuple):
 
 
 class CastContext(NamedTuple):
-    """Inputs of the casts of one matrix from the model.
+    """Inputs of the casts of one matrix that come from the state of the model.
 
     flag         fp32 [], which becomes NaN if a value is not finite; None: not recorded
-    slots        delayed scale for each read; None for a recipe without delayed scales
+    slots        delayed scale for each read; None for a read without a delayed scale
     origins      origins of the operands of each read, for stochastic rounding
     slot_names   names of the delayed scales, by read
     """
@@ -287,7 +289,7 @@ class CastContext(NamedTuple):
     slot_names: Sequence[str | None] = ()
 
 
-# (plan, member, shape of the values, their device, whether amaxes count) -> the context of the casts of one matrix
+# Function (plan, member, shape and device of the values, whether amaxes count for delayed scales) -> `CastContext`
 GetContext = Callable[["CastPlan", str, torch.Size, torch.device, bool], CastContext]
 
 
@@ -296,16 +298,16 @@ class CastPlan:
     """Casts of one tensor: one plan for all matrices with the same number of rows.
 
     tensor      x, w, dy, y or dx
-    whole       the tensor has been gathered, so that every rank has the full tensor
+    whole       whether the tensor has been gathered, so that every rank has the full tensor
     reads       the reads that produce the requested operands
-    agreed      by orientation: whether ranks agree on the scales
-    derived     the columnwise operand is the transposed rowwise operand
+    agreed      for each orientation, whether ranks agree on the scales
+    derived     whether the columnwise operand is the transposed rowwise operand, without a separate cast
     units       multiples to which rows and columns are padded
-    contracted  multiple to which rows are padded for the columnwise operand, whose contraction dimension they are
-    lazy        there is one read, and it takes a `LazyMatrix`
-    quantizes   False if both orientations keep the source's values
-    contexts    the contexts of values that were cast before, by member, shape and device; without slots, since an autocast
-                region may have separate scales
+    contracted  multiple to which rows are padded for the columnwise operand, in which rows are the contraction dimension
+    lazy        whether the plan has one read, which accepts a `LazyMatrix`
+    quantizes   whether at least one orientation is quantized
+    contexts    cache of `CastContext`, by member, shape and device of the values; without slots, since an autocast region may
+                have separate scales
     """
 
     tensor: str
@@ -327,7 +329,7 @@ class CastPlan:
         return (*self.units, self.contracted) != (1, 1, 1)
 
     def matrices(self, value: Values) -> list[Any]:
-        """The matrix for each read: the value, stored and padded as the read requires."""
+        """Return the matrix for each read: the value, computed if it is lazy and the plan is not, and padded for the read."""
         if not (self.lazy or isinstance(value, Tensor)):
             value = value.value
         if not self.pads:
@@ -339,15 +341,14 @@ class CastPlan:
         return [padded if read.rowwise is not None else _pad(padded, self.contracted, 1) for read in self.reads]
 
     def shapes(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Shapes of `matrices` for a value of this shape."""
+        """Return the shapes of `matrices` for a value of this shape."""
         rows, columns = (size + -size % unit for size, unit in zip(shape, self.units, strict=True))
         whole = rows + -rows % self.contracted
         return [(rows if read.rowwise is not None else whole, columns) for read in self.reads]
 
     @cached_property
     def keeps(self) -> bool:
-        """Whether there is nothing to run: both orientations are the source's values, and no wrapping quantizer
-        measures."""
+        """Whether no cast runs: all quantizers are `KeepHighPrecision` itself, not a wrapper that records statistics."""
         return all(type(q) is KeepHighPrecision for read in self.reads for q in (read.rowwise, read.columnwise) if q)
 
     @cached_property
@@ -356,7 +357,7 @@ class CastPlan:
         return any(read.has_slot for read in self.reads)
 
     def numbers_agreed(self, value: Tensor) -> int:
-        """Number of fp32 values on which ranks agree before the casts of this value."""
+        """Return the number of amaxes (fp32) on which ranks agree before the casts of this value."""
         observed: list[Tensor | None] = []
         for read, matrix in zip(self.reads, self.matrices(value), strict=True):
             observed += [amax for amax, agreed in zip(Cast(read, matrix).observe(), self.agreed, strict=True) if agreed]
@@ -364,7 +365,7 @@ class CastPlan:
 
 
 def numbers_in(amaxes: Iterable[Tensor | None]) -> int:
-    """Total number of values. A tensor that serves both orientations counts once."""
+    """Return the total number of elements of these tensors. A tensor that serves both orientations counts once."""
     return sum({id(amax): amax.numel() for amax in amaxes if amax is not None}.values())
 
 
@@ -375,7 +376,8 @@ def cast_plan(
     """Return the plan that produces these orientations of matrices of x, w, dy, y or dx with this number of rows.
 
     whole, own_group   see `agrees`
-    group              ranks that agree, if any do; None: there is one rank, or the plan is not executed
+    group              ranks that agree on the scales that need an agreement; None: there is one rank, or the plan is not
+                       executed
     """
     quantizers = recipe.of(tensor)
     assert quantizers is not None, f"{recipe} has no quantizer for {tensor}"
@@ -426,10 +428,10 @@ def cast(
     plan: CastPlan, orientations: Orientations, values: Sequence[Values], members: Sequence[str], get_context: GetContext, *,
     record: bool = True, into: Wanted = NOWHERE,
 ) -> list[Operands]:  # fmt: skip
-    """Cast values [rows, columns] of the plan's tensor, one for each member, with one amax agreement for all.
+    """Cast values [rows, columns] of the plan's tensor, one value for each of `members`, with one amax agreement for all.
 
-    get_context   returns the `CastContext` of each value
-    record        amaxes count for delayed scales
+    get_context   function that returns the `CastContext` of a value
+    record        whether amaxes count for delayed scales
     into          storage of `operand_shape` for the operands of a single value; None for an orientation: the cast
                   allocates
     """
@@ -454,7 +456,7 @@ def cast(
 
 
 def casts_of(plan: CastPlan, value: Values, context: CastContext, into: Wanted = NOWHERE) -> list[Cast]:
-    """The casts of one value, one for each read of the plan."""
+    """Return the casts of one value, one for each read of the plan."""
     matrices = plan.matrices(value) if plan.pads or not plan.lazy else [value]  # a lazy plan has one read
     casts = []
     for read, matrix, slot, at in zip(plan.reads, matrices, context.slots, context.origins, strict=True):
@@ -463,7 +465,7 @@ def casts_of(plan: CastPlan, value: Values, context: CastContext, into: Wanted =
 
 
 def _kept(plan: CastPlan, orientations: Orientations, value: Values) -> Operands:
-    """The operands of a plan that runs no cast: the value, and a view of the value."""
+    """Return the operands of a plan that runs no cast: the padded value, and a transposed view of the padded value."""
     x = stored(plan.matrices(value)[0] if plan.pads else value)
     row, col = orientations
     return Operands(QuantizedTensor(HP, (x,)) if row else None, QuantizedTensor(HP, (x.t(),)) if col else None)
@@ -482,8 +484,8 @@ def make_casts(casts: Sequence[Cast]) -> list[Wanted]:
 
 
 def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
-    """The lazy pair of gradients of gate and up that these two casts read, if one kernel can produce all four operands from one
-    read of the pair; else None."""
+    """Return the lazy gradients of gate and up that these two casts read, if one kernel can produce all four operands from one
+    read of both gradients; else None."""
     first, second = casts
     gate, up, read = first.matrix, second.matrix, first.read
     if not (isinstance(gate, ops.GatedGrad) and isinstance(up, ops.GatedGrad) and gate.of_both(up)):
@@ -494,7 +496,7 @@ def _gate_grads(casts: Sequence[Cast]) -> ops.GatedGrads | None:
 
 
 def _cast_gate_grads(casts: Sequence[Cast], grads: ops.GatedGrads) -> list[Wanted]:
-    """`make_casts` of the casts that read these gradients."""
+    """Run `make_casts` for the two casts that read `grads`, with one kernel for all four operands."""
     quantizer: Any = casts[0].read.quantizer
     agreed = _agreed(casts, list(quantizer.observe_grads(grads)))
     operands: list[Wanted] = quantizer.both_grads(
@@ -504,9 +506,10 @@ def _cast_gate_grads(casts: Sequence[Cast], grads: ops.GatedGrads) -> list[Wante
 
 
 def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:
-    """Observed amaxes, after the maximum over the first, then over the second of the read's groups."""
+    """Return the observed amaxes after their MAX reductions: over the first of the `Groups` of each cast, then over the
+    second."""
     for turn in range(len(NOBODY)):
-        # keyed by identity, since one value may serve both orientations
+        # keyed by id, since both orientations may share one amax tensor
         by_group: dict[ProcessGroup, dict[int, Tensor]] = {}
         for cast, amaxes in zip(casts, observed, strict=True):
             for groups, amax in zip(cast.read.groups, amaxes, strict=True):
@@ -522,14 +525,13 @@ def _agreed(casts: Sequence[Cast], observed: list[Amaxes]) -> list[Amaxes]:
 
 
 class Prepared(NamedTuple):
-    """Launches of batched casts. `places[i]`: indices, among all casts, of the casts that `launches[i]` observes and
-    casts."""
+    """Launches of batched casts. `places[i]`: indices, in the list of all casts, of the casts that `launches[i]` runs."""
 
     places: list[list[int]]
     launches: list[ops.Launches]
 
     def observe(self) -> dict[int, Amaxes]:
-        """Launch the reads of amaxes, and return the amaxes by index of the cast."""
+        """Launch the kernels that compute amaxes, and return the amaxes by index of the cast."""
         amaxes: dict[int, Amaxes] = {}
         for places, launches in zip(self.places, self.launches, strict=True):
             for launch in launches.observe:
@@ -538,7 +540,8 @@ class Prepared(NamedTuple):
         return amaxes
 
     def cast(self, agreed: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
-        """Launch the casts. `agreed`: pairs of an observed amax, whose memory the launches read, and the agreed amax."""
+        """Launch the casts. `agreed`: pairs of an observed amax and the agreed amax, which is copied into the memory of the
+        observed amax, because the launches read this memory."""
         changed = {id(own): (own, new) for own, new in agreed if own is not None and new is not None and own is not new}
         if changed:
             owns, news = zip(*changed.values(), strict=True)
@@ -548,7 +551,7 @@ class Prepared(NamedTuple):
 
 
 class CastBatch:
-    """Run the same casts at every step boundary, and keep their prepared launches as long as no address changes."""
+    """Casts that run at every step boundary. Their launches are prepared once, and again after an address has changed."""
 
     def __init__(self) -> None:
         self._made_for: list[tuple[int, Quantizer, tuple[int, ...]]] = []

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism as six rows of data.
+"""The six styles of tensor and sequence parallelism, as rows of a table.
 
                  shard_dim of w[N,K]   fprop                dgrad                wgrad
     LOCAL        -                     -                    -                    -
@@ -8,8 +8,8 @@
     COLUMN_SP    0                     gather="x"           reduce="scatter"     gather="x"
     ROW_SP       1                     reduce="scatter"     gather="dy"          gather="dy"
 
-x [M, K], w [N, K], dy [M, N]. All other properties follow from the row: the transfers, the sharded
-dimension of each operand, and therefore the scales on which ranks must agree.
+x [M, K], w [N, K], dy [M, N]. A row defines the transfers of each GEMM and the sharded dimension of each operand; the scales
+on which ranks must agree follow from these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class GemmComm:
-    """Communication of one GEMM over tp: the operand gathered before the GEMM, and the reduction of the result."""
+    """Communication of one GEMM over tp.
+
+    gather   operand that is gathered before the GEMM, "x" or "dy"; None: no gather
+    reduce   reduction of the result, "all" or "scatter"; None: no reduction
+    """
 
     gather: str | None = None
     reduce: str | None = None
@@ -28,8 +32,12 @@ class GemmComm:
 
 @dataclass(frozen=True)
 class ParallelStyle:
-    """One row of the table. `cut_x`, `cut_dy`: dimension of x, dy that tp shards; None if this rank has the full
-    tensor."""
+    """One row of the table of styles.
+
+    shard_dim              dimension of w [N, K] that tp shards; None: each rank has the full weight
+    fprop, dgrad, wgrad    communication of each GEMM
+    cut_x, cut_dy          dimension of x [M, K] and of dy [M, N] that tp shards; None: each rank has the full tensor
+    """
 
     name: str
     shard_dim: int | None = None
@@ -56,11 +64,11 @@ class ParallelStyle:
 
     @property
     def partial_bias_grad(self) -> bool:
-        """Whether db is a sum over the rows of a dy with sharded tokens."""
+        """Whether db of a rank covers only the rank's own tokens, so that db must be summed over tp."""
         return self.cut_dy == 0
 
     def cut(self, tensor: str) -> int | None:
-        """The dimension of x, w, dy, y or dx (as stored) that tp shards."""
+        """Return the dimension of x, w, dy, y or dx, as stored, that tp shards; None: each rank has the full tensor."""
         cuts = {"x": self.cut_x, "w": self.shard_dim, "dy": self.cut_dy, "y": self.cut_dy, "dx": self.cut_x}
         return cuts[tensor]
 
@@ -89,7 +97,8 @@ def style(name: str, sequence_parallel: bool) -> ParallelStyle:
 
 
 def shard_sizes(style: ParallelStyle, out_features: int, in_features: int, tp: int, layer: str) -> tuple[int, int]:
-    """The local shape of w [N, K]. Raises ValueError naming the layer if the sharded dimension is not divisible by tp."""
+    """Return the shape of w [N, K] on one rank. Raises ValueError, with the name `layer`, if tp does not divide the sharded
+    dimension."""
     sizes = [out_features, in_features]
     if style.shard_dim is not None:
         feature = ("out_features", "in_features")[style.shard_dim]

@@ -9,11 +9,11 @@ linear or siblings, is measured under its recipe in the config, or under all rec
 
     fprop    the forward of the layer under each strategy
     dgrad    the backward of the layer including wgrad, which may overlap the reduction of dgrad
-    alone    each GEMM of the layer without a transfer, for the model of other sizes (`dlp.parallel.auto`)
+    alone    each GEMM of the layer without a transfer, from which `dlp.parallel.auto` predicts times at other sizes
 
-On GPUs each pass is captured in a CUDA graph, so times are device times: the median over rounds of consecutive replays on the
-slowest rank, with strategies in alternation. After each problem rank 0 prints a line and rewrites the file. `--add` keeps
-existing rows of the file, which must be from the same kind of machine.
+On GPUs each pass is captured in a CUDA graph, so times are device times. A round replays the graph of each strategy several
+times and takes the time of the slowest rank; the table has the median over rounds. After each problem rank 0 prints a line and
+rewrites the file. `--add` keeps existing rows of the file, which must be from the same kind of machine.
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ from dlp.quant.recipe import GEMMS
 from dlp.quant.tensor import QuantizedTensor
 
 Run = Callable[[], object]
-WARM, COUNT, ROUNDS = 4, 8, 5
-LINK = (1 << 16, 1 << 20), (1 << 20, 1 << 25)  # bytes of a rank's shard: small and large, on CPUs and on GPUs
+WARM, COUNT, ROUNDS = 4, 8, 5  # runs before the first round, runs in each round, rounds
+LINK = (
+    (1 << 16, 1 << 20),
+    (1 << 20, 1 << 25),
+)  # bytes of the small and the large shard that `links` gathers: on CPUs, on GPUs
 
 
 class Timed(NamedTuple):
-    """Time in seconds: the median over rounds, and the median deviation from the median."""
+    """Time of a run in seconds: the median over rounds, and as `noise` the median absolute deviation from the median."""
 
     seconds: float
     noise: float
@@ -72,7 +75,8 @@ class Timed(NamedTuple):
 
 
 def timed(runs: Sequence[Run], device: torch.device, rounds: int, count: int = COUNT) -> list[Timed]:
-    """Times of each run on the slowest rank; runs alternate."""
+    """Measure the time of each run: in each of `rounds` rounds the mean of `count` calls, on the slowest rank. All ranks call
+    this function together."""
     for run in runs:
         for _ in range(WARM):
             run()
@@ -101,7 +105,7 @@ def _captured(run: Run) -> Run:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """A stream other than torch's default stream, which cannot take part in captures."""
+    """Context with a new current stream on CUDA, since torch's default stream cannot take part in captures."""
     if device.type != "cuda":
         yield
         return
@@ -122,7 +126,7 @@ def _settle(device: torch.device) -> None:
 
 
 def layer_of(problem: Problem, overlap: str | Mapping[str, str], tp: DeviceMesh, dtype: torch.dtype) -> nn.Module:
-    """Construct a layer of this problem, with cast weights of `dtype`."""
+    """Construct a layer of this problem, with parameters of `dtype` whose casts are cached at the step boundary."""
     name, sequence_parallel = next(key for key, row in STYLES.items() if row is problem.style)
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel, "recipe": problem.recipe, "overlap": overlap, "dtype": dtype,
@@ -139,7 +143,7 @@ def layer_of(problem: Problem, overlap: str | Mapping[str, str], tp: DeviceMesh,
 
 
 def passes(layer: nn.Module, problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> tuple[Run, Run]:
-    """Return two functions: the forward of a layer, and its forward and backward."""
+    """Return two functions: one runs the forward of the layer, the other its forward and backward."""
     style = problem.style
     rows = problem.tokens // (ranks if style.cut_x == 0 else 1)
     columns = problem.in_features // (ranks if style.cut_x == 1 else 1)
@@ -163,7 +167,7 @@ def passes(layer: nn.Module, problem: Problem, ranks: int, dtype: torch.dtype, d
 
 
 def gemms_alone(problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> list[Run]:
-    """fprop, dgrad and wgrad of a rank, each as one GEMM for all members, on operands that are already cast."""
+    """Return functions that run fprop, dgrad and wgrad of one rank, each as one GEMM for all members, on cast operands."""
     tokens, columns, features = problem.sizes(ranks)
     bound = Linear(features, columns, recipe=problem.recipe, dtype=dtype, device=device).core.bound
     bound.session.begin_forward(bound.spec, True)
@@ -184,7 +188,7 @@ def gemms_alone(problem: Problem, ranks: int, dtype: torch.dtype, device: torch.
 
 
 def measure(problem: Problem, strategies: Sequence[str], tp: DeviceMesh, dtype: torch.dtype, rounds: int) -> Row:
-    """Measure the row of one problem, on all ranks of the world together."""
+    """Measure one problem under each strategy, and return the row of the table. All ranks call this function together."""
     with own_stream(device_of(tp)):
         return _measure(problem, strategies, tp, dtype, rounds)
 
@@ -214,7 +218,12 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def empty_table(tp: DeviceMesh, by: str, link: tuple[float, float], about: Mapping[str, Any]) -> Times:
-    """A table of these ranks and this device without rows; `link`: result of `links`."""
+    """Return a table without rows for these ranks and this device.
+
+    by      transport: "mapped", "nccl" or "gloo"
+    link    result of `links`
+    about   further entries of the file
+    """
     here, device = machine(tp.device_type), device_of(tp)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
     about = {**about, "torch": here.torch, "version": here.version}
@@ -225,7 +234,7 @@ def empty_table(tp: DeviceMesh, by: str, link: tuple[float, float], about: Mappi
 
 
 def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Bandwidth in bytes per second of a gather per rank, and latency in seconds, from a small and a large gather."""
+    """Measure a small and a large gather. Return the bytes per second that each rank sends, and the latency in seconds."""
     few, many = LINK[device.type == "cuda"]
 
     def gather(nbytes: int) -> Run:
@@ -264,8 +273,8 @@ def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _rows_to_keep(before: Times, now: Times) -> tuple[Row, ...]:
-    """Rows of an existing table to which measurements are added. Raises ValueError for a table of another kind of
-    machine."""
+    """Return the rows of the existing table `before`, to which measurements are added. Raises ValueError if it was measured on
+    another kind of machine than the table `now`."""
     here = Machine(now.kind, now.device, now.about["torch"], now.about["version"])
     why = before.obstacle(here, now.ranks, now.transport)
     if why is not None:
@@ -276,7 +285,12 @@ def _rows_to_keep(before: Times, now: Times) -> tuple[Row, ...]:
 def problems_of(
     found: Mapping[str, Any], names: Sequence[str] | None, tokens: Sequence[int] | None = None
 ) -> list[Problem]:  # fmt: skip
-    """Each problem once, without problems of styles that have no transfers."""
+    """Return the problems of a config, each once, without problems whose style needs no choice of a strategy.
+
+    found    result of `layers_of`
+    names    recipes to measure each layer under; None: the recipe of the layer in the config
+    tokens   values of M to measure each layer for; None: the tokens of the config
+    """
     problems: dict[Any, Problem] = {}
     for each in found["layers"]:
         style, own = STYLES[each["style"], each["sequence_parallel"]], recipes.as_recipe(each["recipe"])
@@ -305,9 +319,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="torchrun --nproc-per-node N -m dlp.parallel.tune", usage="%(prog)s CONFIG [--section.key value ...] --out FILE",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("overlap.json"), help="the table [overlap.json]")
     parser.add_argument(
-        "--recipes", nargs="+", metavar="RECIPE", help="recipes to measure each layer under [the layer's own]"
+        "--out", type=Path, default=Path("overlap.json"), help="file to write the table to [overlap.json]"
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", metavar="RECIPE", help="recipes to measure each layer under [the recipe in the config]"
     )
     parser.add_argument(
         "--strategies",

@@ -1,15 +1,15 @@
 """Bounds on the difference between a mesh and one rank, from formats and contraction lengths.
 
-A rounding with unit roundoff u changes a value by an independent error with the variance u^2 value^2 / 3. For a GEMM C = A @
-B.T with the contraction length L the variance of a difference between two ranks' results is
+A rounding with unit roundoff u adds an independent error of variance u^2 value^2 / 3. For a GEMM C = A @ B.T with contraction
+length L, the difference of two computations has at most the variance
 
-    2 (var(A) @ (B^2).T + (A^2) @ var(B).T)      operands that are cast with other scales: var follows from the formats
-    + 2 u_sum^2 L (A^2) @ (B^2).T                sums of L terms in another order
-    + u_out^2 (C^2 + (A^2) @ (B^2).T)            partial sums and results rounded to the dtype of the result
+    2 (var(A) @ (B^2).T + (A^2) @ var(B).T)      casts of A and B with different scales; var: variance of a cast error
+    + 2 u_sum^2 L (A^2) @ (B^2).T                sums of L terms in another order, in fp32
+    + u_out^2 (2 C^2 + (A^2) @ (B^2).T)          results and partial sums, rounded to the dtype of the result
 
-`Spread` holds the first two terms; `variance` computes the sum for a dtype. A difference is judged by its 2-norm over all
-values of a rank, over each row and each column, and by each element, relative to the 2-norm of the standard deviations
-(`measure`). A norm over n values may be 1.5 + 6.5 / sqrt(n) times as large as expected: 8 deviations for a single element.
+`Spread` holds the terms that depend on the tensor, and `variance` computes the sum for a dtype. `measure` compares the 2-norm
+of a difference with the root of the summed variances: over all values of a rank, each row, each column, and each element. The
+norm of n values may be 1.5 + 6.5 / sqrt(n) times as large as expected: 8 standard deviations for a single element.
 """
 
 from __future__ import annotations
@@ -26,34 +26,33 @@ from dlp.proof.record import Key, Trace, is_activation_gradient, is_parameter_gr
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import Operand
 
-Part = slice | Tensor  # of a contraction: a slice, or indices
+Part = slice | Tensor  # terms of a contraction: a slice, or indices
 EVERYTHING = slice(None)
 
 FP32 = torch.finfo(torch.float32).eps / 2
 UNITS = {"e4m3": 2.0**-4, "e5m2": 2.0**-3, "e2m1": 2.0**-2}  # unit roundoff of normal numbers
-# Half the smallest step, over the largest value
+# Half the smallest step of a format, divided by the largest value
 STEPS = {
     "e4m3": 2.0**-10 / 448,
     "e5m2": 2.0**-17 / 57344,
     "e2m1": 0.25 / 6,
 }
 UPDATE = 4  # number of roundings of a weight in an optimizer's step: decay, update, and the inputs of both
-SLACK, DEVIATIONS = 1.5, 6.5
+SLACK, DEVIATIONS = 1.5, 6.5  # see `allowed`
 
 
 def roundoff(dtype: torch.dtype) -> float:
-    """The unit roundoff of a dtype: half the distance from 1 to the next number."""
+    """Return the unit roundoff of a dtype: half the distance from 1 to the next number."""
     return torch.finfo(dtype).eps / 2
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """[..., F] -> fp32 [rows, F]; a vector is one row."""
+    """Reshape [..., F] to fp32 [rows, F]. A vector is one row."""
     return tensor.float().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.float().reshape(1, 1)
 
 
 def cast_variance(values: Tensor, quantizer: Any) -> Tensor | None:
-    """The variance of each element's rounding error when `values` [rows, contraction] are quantized; None: values are not
-    quantized."""
+    """Return the variance of the rounding error of each element of `values` [rows, contraction]; None: no quantization."""
     if quantizer is None or quantizer.format.keeps_source:
         return None
     fmt = quantizer.format
@@ -81,8 +80,11 @@ def _by_block(values: Tensor, block: tuple[int, int], reduce: Any) -> Tensor:
 
 @dataclass
 class Gemm:
-    """C [rows, columns] = a [rows, L] @ b [columns, L].T and its quantizers; L is sharded over tp (`features`) or over
-    tokens."""
+    """Contraction C [rows, columns] = a [rows, L] @ b [columns, L].T.
+
+    quantizers   quantizers of a and b; None: high precision
+    over         "features": tp shards L; "tokens": all ranks shard L
+    """
 
     a: Tensor
     b: Tensor
@@ -94,14 +96,15 @@ class Gemm:
         return self.a.shape[1]
 
     def product(self, part: Part = EVERYTHING) -> Tensor:
-        """C, or the contribution of a part of the contraction: a slice, or indices."""
+        """Return C, or the contribution of a part of the terms of the contraction."""
         return self.a[:, part] @ self.b[:, part].t()
 
     def squares(self) -> Tensor:
+        """Return the sum of the squared terms of each element of C."""
         return self.a.square() @ self.b.square().t()
 
     def casts(self) -> Tensor | float:
-        """The variance of C that casts of a and b cause."""
+        """Return the variance of C due to casts of a and b."""
         of_a, of_b = (cast_variance(each, q) for each, q in zip((self.a, self.b), self.quantizers, strict=True))
         total: Tensor | float = 0.0
         if of_a is not None:
@@ -113,7 +116,7 @@ class Gemm:
 
 @dataclass
 class TokenSum:
-    """C [1, F] = the sum of terms [tokens, F] over tokens."""
+    """Contraction C [1, F] = sum of `terms` [tokens, F] over tokens."""
 
     terms: Tensor
     over: str = "tokens"
@@ -134,7 +137,7 @@ class TokenSum:
 
 @dataclass
 class Scatter:
-    """C [V, H]: row v is the sum of the rows of dy [tokens, H] with token v."""
+    """Contraction C [V, H], the gradient of an embedding: row v is the sum of the rows of dy [tokens, H] with token v."""
 
     tokens: Tensor
     dy: Tensor
@@ -157,7 +160,7 @@ class Scatter:
 
 @dataclass
 class Lookup:
-    """C [tokens, H]: rows of w [V, H]; tp shards V."""
+    """Embedding as a contraction over V: C [tokens, H] = rows of w [V, H]; tp shards V."""
 
     tokens: Tensor
     w: Tensor
@@ -174,7 +177,7 @@ class Lookup:
         return self.w[self.tokens] * mine.unsqueeze(1)
 
     def squares(self) -> Tensor:
-        return self.w[self.tokens].square() / self.length  # one term, not a sum
+        return self.w[self.tokens].square() / self.length  # a single term; `variance` multiplies by `length`
 
     def casts(self) -> Tensor | float:
         return 0.0
@@ -184,7 +187,7 @@ Terms = Gemm | TokenSum | Scatter | Lookup
 
 
 def _quantizers(module: nn.Module, first: tuple[str, str], second: tuple[str, str]) -> tuple[Any, Any]:
-    """The quantizers of two operands of a layer, each by tensor and orientation."""
+    """Return the quantizers of two operands of a layer, given as (tensor, orientation); None for high precision."""
     if not isinstance(module, ParallelLinear):
         return None, None
     recipe = module.core.spec.recipe
@@ -197,8 +200,9 @@ def _quantizers(module: nn.Module, first: tuple[str, str], second: tuple[str, st
 
 
 def terms(trace: Trace, key: Key, *, weights_of: int | None = None) -> list[Terms]:
-    """The contractions whose sum is this tensor on one rank; empty if none is known. `weights_of`: another step from which the
-    weights are read."""
+    """Return the contractions whose sum is the tensor `key` on one rank; [] if they are not known.
+
+    `weights_of`: step whose weights are used; None: the step of the tensor."""
     step, layer, tensor, call = key
     if tensor == "y":
         found = [_forward(trace, key, weights_of)]
@@ -262,8 +266,12 @@ def _gradient(trace: Trace, key: Key, call: int) -> Terms | None:
 
 
 class Spread(NamedTuple):
-    """Terms of the variance of one tensor on one rank, in the shape of the tensor: `casts`, the variance of casts, and
-    `squares`, the sum of squared terms of a contraction of `length`."""
+    """Terms of the variance of one tensor on one rank; see the module docstring.
+
+    casts     variance due to one cast of each operand, in the shape of the tensor
+    squares   sum of the squared terms of the contraction, in the shape of the tensor
+    length    number of terms of the contraction
+    """
 
     casts: Tensor | float
     squares: Tensor
@@ -271,19 +279,19 @@ class Spread(NamedTuple):
 
 
 def spread(trace: Trace, key: Key) -> Spread:
-    """The spread of a tensor. Code between modules, and modules other than linears, are modelled as sums over a row or column
-    of the result, with terms of the typical size of the row; for gradients, of at least the typical size of the tensor."""
+    """Return the spread of a tensor. Code between modules, and modules other than linears, are modelled as sums over a row or
+    column of the result whose terms have the root mean square of the row; for dx and dy, at least that of the tensor."""
     value = trace.values[key].float()
     if not is_computed(key):
         before = trace.values.get(key._replace(step=key.step - 1))
         if before is None or before.shape != value.shape or not is_weight(key):
             return Spread(0.0, torch.zeros_like(value), 0)
-        rounded = UPDATE * (key.step + 1) * FP32**2 * value.square()  # weights are not replaced, so that this adds up
+        rounded = UPDATE * (key.step + 1) * FP32**2 * value.square()  # over all steps so far
         moved = (value - before.float()).square()
-        return Spread(rounded, moved + moved.mean(), trace.elements)  # clipping reads the norm of all gradients
+        return Spread(rounded, moved + moved.mean(), trace.elements)  # clipping sums over all gradients
     found, rows = terms(trace, key), rows_of(value)
     typical = rows.square().mean(-1, keepdim=True)
-    # The gradient of a softmax over a single key is a difference of equal terms, which are as large as in other rows
+    # In attention to a single key, the gradient is a difference of equal terms: 0, with rounding errors as in other rows
     if not found and is_activation_gradient(key):
         typical = typical.clamp(min=typical.mean())
     squares = typical.expand_as(rows).reshape(value.shape)
@@ -305,14 +313,19 @@ def is_weight(key: Key) -> bool:
 
 
 def variance(value: Tensor, of: Spread, dtype: torch.dtype) -> Tensor:
-    """The variance of the difference from one rank, of a tensor that is computed in `dtype`."""
+    """Return the variance of the difference of a tensor from the tensor of one rank. `dtype`: dtype of the computation."""
     out, total = roundoff(dtype), FP32
     return 2 * of.casts + (2 * total**2 * of.length + out**2) * of.squares + 2 * out**2 * value.float().square()
 
 
 class Measured(NamedTuple):
-    """A difference. ratio: difference over bound; error: relative error in the 2-norm; rows, columns: indices on this rank
-    that exceed the bound."""
+    """Difference of two tensors on one rank.
+
+    ratio           difference divided by the bound
+    error           relative difference in the 2-norm
+    equal           whether the bits are equal
+    rows, columns   indices of rows and columns that exceed the bound
+    """
 
     ratio: float
     error: float
@@ -327,7 +340,7 @@ def allowed(count: int) -> float:
 
 
 def measure(found: Tensor, expected: Tensor, deviations: Tensor) -> Measured:
-    """Compare `found` of this rank with `expected`; `deviations`: variances of the difference."""
+    """Compare the tensor `found` of this rank with `expected`. `deviations`: variance of the difference, elementwise."""
     if torch.equal(found, expected.to(found.dtype)) and found.isfinite().all():
         return Measured(0.0, 0.0, True, [], [])
     got, want, var = rows_of(found), rows_of(expected), rows_of(deviations)
@@ -347,5 +360,6 @@ def measure(found: Tensor, expected: Tensor, deviations: Tensor) -> Measured:
 
 
 def _over(squares: Tensor, var: Tensor) -> Tensor:
+    """Return sqrt(squares / var), and 0 where `squares` is 0."""
     tiny = torch.finfo(torch.float32).tiny
     return torch.where(squares > 0, (squares / var.clamp(min=tiny)).sqrt(), 0.0)

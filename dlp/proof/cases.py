@@ -1,4 +1,4 @@
-"""Meshes by name, and the position of a rank's shard in the tensor of one rank.
+"""Meshes by name, and the part of a one-rank tensor that a rank of a mesh holds.
 
 tp2        tensor parallel over 2 ranks              dp2        FSDP over 2 ranks
 tp2+sp     the same with sequence parallelism        hsdp2x2    2 replicas of FSDP over 2 ranks
@@ -27,11 +27,11 @@ _PART = re.compile(r"hsdp(\d+)x(\d+)|(tp|dp|cp|accumulate)(\d+)|(sp)")
 class MeshCase:
     """One mesh that is compared with one rank.
 
-    name                                as the user wrote the mesh
-    dp_replicate, dp_shard, cp, tp      sizes of the axes
+    name                                the user's name of the mesh
+    dp_replicate, dp_shard, cp, tp      numbers of ranks on the mesh axes
     sequence_parallel                   whether tp shards tokens between layers
-    accumulate                          microbatches of a step
-    sequences                           sequences of the global batch; 0: not known yet
+    accumulate                          number of microbatches of a rank in a step
+    sequences                           number of sequences in the global batch; 0: not known
     """
 
     name: str
@@ -72,7 +72,7 @@ class MeshCase:
 
     @property
     def dp(self) -> int:
-        """The number of data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -81,7 +81,7 @@ class MeshCase:
 
     @property
     def pieces(self) -> int:
-        """The number of microbatches of a global batch, over all data-parallel ranks."""
+        """Number of microbatches of a step over all data-parallel ranks."""
         return self.dp * self.accumulate
 
 
@@ -89,8 +89,9 @@ ONE = MeshCase("one rank")
 
 
 def in_equal_pieces(cases: Sequence[MeshCase]) -> list[MeshCase]:
-    """The cases, with numbers of microbatches for which microbatches have equal size on all meshes, so that bits can be
-    equal. Raises ValueError for meshes whose numbers of pieces do not divide each other."""
+    """Return the cases with `accumulate` changed such that all meshes use microbatches of equal size, as equal bits require.
+
+    Raises ValueError if the number of data-parallel ranks of a mesh does not divide the largest number of microbatches."""
     pieces = max(case.pieces for case in cases)
     odd = next((case for case in cases if pieces % case.dp), None)
     if odd is not None:
@@ -103,8 +104,12 @@ def in_equal_pieces(cases: Sequence[MeshCase]) -> list[MeshCase]:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's coordinates in a `MeshCase`. `piece`: index of its microbatch among all pieces of the global batch; None:
-    all tokens."""
+    """Coordinates of a rank in a `MeshCase`.
+
+    case         the mesh
+    tp, dp, cp   indices on the axes; dp: among all data-parallel ranks
+    piece        index of a microbatch of this rank among all microbatches of the global batch; None: all tokens
+    """
 
     case: MeshCase
     tp: int = 0
@@ -114,11 +119,12 @@ class Place:
 
     @classmethod
     def of(cls, case: MeshCase, dims: ParallelDims) -> Place:
+        """Return the place of this rank."""
         return cls(case, dims.rank(TP), dims.dp_rank, cp=0 if dims.cp == 1 else dims.rank(CP))
 
     def at(self, micro: int) -> Place:
-        """The place of a microbatch of this rank; microbatches are numbered step by step over neighbouring data-parallel
-        ranks."""
+        """Return this place with `piece` set for microbatch number `micro` of the rank. Data-parallel ranks run consecutive
+        pieces at the same time."""
         return replace(self, piece=micro * self.case.dp + self.dp)
 
     @property
@@ -132,8 +138,8 @@ class Place:
         return f"tp rank {self.tp}, {f'cp rank {self.cp}, ' * (self.case.cp > 1)}dp rank {self.dp}"
 
     def part(self, whole: Tensor, shape: torch.Size) -> Tensor | None:
-        """The part of the one-rank tensor that a rank at this place holds as an activation of `shape`; None: no sharding by
-        data, sequence and tp gives this shape."""
+        """Return the part of the one-rank tensor `whole` that a rank at this place holds as an activation of `shape`; None: no
+        sharding by dp, cp and tp gives this shape."""
         case = self.case
         candidates = [whole]
         if self.piece is not None and case.pieces > 1 and whole.dim() and whole.shape[0] % case.pieces == 0:
@@ -154,8 +160,8 @@ class Place:
         return None
 
     def _of_context(self, given: Tensor) -> Tensor:
-        """The tokens of this rank of cp in a tensor [sequences, S, ...] or [sequences * S, ...] of one piece, or of all pieces.
-        A tensor without such dimensions is returned unchanged."""
+        """Return the tokens of this rank of cp in a tensor [sequences, S, ...] or [sequences * S, ...] of one piece or of all
+        pieces. A tensor without such dimensions is returned unchanged."""
         case, context = self.case, Context(self.case.cp, self.cp)
         if case.cp == 1 or not given.dim() or not case.sequences:
             return given
@@ -169,13 +175,14 @@ class Place:
 
 
 def _folds(tensor: Tensor, shape: torch.Size) -> bool:
-    """Whether the tensor has `shape`, up to folded leading dimensions."""
+    """Whether the tensor has `shape`, or can be reshaped to `shape` with the same last dimension."""
     last = tensor.dim() == 0 or (len(shape) > 0 and tensor.shape[-1] == shape[-1])
     return tensor.shape == shape or (last and (len(shape) != tensor.dim()))
 
 
 def tokens_of(case: MeshCase, tokens: int, piece: int, cp: int, tp: int) -> Tensor:
-    """Indices of the tokens of a rank of cp and tp in a piece of the global batch, under sequence parallelism."""
+    """Return the indices, among `tokens` of the global batch, of the tokens of a piece on a rank of cp and tp under sequence
+    parallelism."""
     mine = torch.arange(tokens).chunk(case.pieces)[piece]
     if case.cp > 1:
         mine = Context(case.cp, cp).split(mine.view(case.sequences // case.pieces, -1)).flatten()
@@ -183,8 +190,8 @@ def tokens_of(case: MeshCase, tokens: int, piece: int, cp: int, tp: int) -> Tens
 
 
 def parameter_part(full: Tensor, parameter: Tensor, place: Place | None = None) -> Tensor:
-    """The slice of a full parameter or gradient on this rank, or on the rank at `place`: sharded by tp, then by dp_shard, or by
-    dp_shard and cp together."""
+    """Return the shard of a full parameter or gradient on this rank, or on the rank at `place`: sharded by tp, then by
+    dp_shard, or by dp_shard and cp together. `parameter`: the DTensor that defines the sharding."""
     if not isinstance(parameter, DTensor):
         return full
     for axis in (TP, DP_SHARD, DP_SHARD_CP):
@@ -198,5 +205,5 @@ def parameter_part(full: Tensor, parameter: Tensor, place: Place | None = None) 
 
 
 def held(tensor: Tensor) -> Tensor:
-    """This rank's values of a parameter or gradient, detached."""
+    """Return this rank's shard of a parameter or gradient, detached."""
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()

@@ -1,19 +1,20 @@
-"""Kinds of mistakes that make a tensor differ. Each hypothesis is the tensor that a known mistake would give; hypotheses are
-tried in order.
+"""Find the kind of mistake that makes a tensor differ. A hypothesis is the tensor that a known mistake would give; hypotheses
+are tried in order, and the first that explains the difference is reported.
 
-A contraction consists of shares P_q on the ranks that hold its terms: over tp (features, or tokens under sequence
-parallelism), over cp, and over the pieces of the global batch. The tensor of a rank is fitted by the shares P_q of the
-contraction, found = sum c_q P_q:
+Most mistakes concern sums over ranks. The terms of a contraction are divided among ranks of tp (features, or tokens under
+sequence parallelism), ranks of cp, and microbatches. Share P_q is the sum of the terms of rank and microbatch q. Coefficients
+c_q are fitted to the tensor of this rank, found = sum c_q P_q:
 
-    c = 1 for all shares              correct
-    c = 1 for this rank's, else 0     missing sum: over tp, cp, dp, or over several of these
-    c = 0 for one microbatch          missing microbatch
-    c = 0 for some other rank         missing part
-    c = 2, or the number of ranks     summed twice
-    c = 1/2, or 1 / ranks             divided twice
+    c = 1 for all shares                        correct
+    c = 1 for the shares of this rank, else 0   missing sum: over tp, cp, dp, or over several of these
+    c = 0 for the shares of one microbatch      missing microbatch
+    c = 0 for the shares of some other rank     missing part
+    c = 2, or the number of ranks               summed twice
+    c = 1/2, or 1 / ranks                       divided twice
 
-The other hypotheses: the part of another rank, the value of the step before, the result of the weights before the last update,
-the last gradient not cleared, the bias added several times, rows or columns with another scale, a coarser rounding.
+The other hypotheses: the part of another rank, the tensor of the previous step, the result with the weights before the last
+update, the sum with the gradient of the previous step, a bias that is added several times, rows or columns with another scale,
+and coarser rounding.
 """
 
 from __future__ import annotations
@@ -48,33 +49,40 @@ KINDS = {
     "another scale": "rows or columns are multiplied by the scale of other rows or columns",
     "bias": "the bias is added several times or not at all",
     "randomness": "random numbers are equal where they must differ, or differ where they must be equal",
-    "some ranks": "only some ranks have other values, since they computed something else",
+    "some ranks": "only some ranks have different values, so they computed something else",
     "amax": "the scale was computed from the amax of ranks that do not hold the tensor",
     "wire": "the bytes sent differ from the plan: a transfer is missing, repeated, or in another precision",
     "coarser rounding": "the values are right but rounded more coarsely than the formats allow",
     "zero": "the tensor is zero or missing",
     "not finite": "values are NaN or infinite",
-    "shape": "no cut by data, sequence and tp gives this shape",
+    "shape": "no sharding by dp, cp and tp gives this shape",
     "values": "the values differ, and no known mistake explains the difference",
 }
 
 
 class Guess(NamedTuple):
-    """One of KINDS, with details."""
+    """Likely mistake. `kind`: key of KINDS; `detail`: numbers or ranks, for the report."""
 
     kind: str
     detail: str = ""
 
 
 class Cut(Protocol):
-    """Takes the part of a rank: `cut(whole)` for this rank, `cut(whole, at)` for another rank. None: no such part."""
+    """Function that returns the part of a full tensor on this rank, or on the rank `at`; None: there is no such part."""
 
     def __call__(self, whole: Tensor, at: Place | None = None) -> Tensor | None: ...
 
 
 class Case(NamedTuple):
-    """A tensor that differs. found, expected: tensors of this rank, fp32 [rows, columns]; cut: function that takes a rank's
-    part of a full tensor, by `Place` or a parameter's placement."""
+    """Tensor that differs on this rank.
+
+    trace     tensors of one rank
+    key       step, layer and tensor
+    place     coordinates of this rank
+    found     the tensor of this rank, fp32 [rows, columns]
+    expected  this rank's part of the trace's tensor, fp32 [rows, columns]
+    cut       function that returns a rank's part of a full tensor
+    """
 
     trace: Trace
     key: Key
@@ -85,17 +93,18 @@ class Case(NamedTuple):
 
     @property
     def missing(self) -> float:
+        """Squared norm of the difference."""
         return float((self.found - self.expected).square().sum())
 
     def explained(self, by: Tensor | None) -> bool:
-        """Whether a hypothesis explains almost all of the difference."""
+        """Whether the tensor of a hypothesis is so close to `found` that it explains almost all of the difference."""
         if by is None or by.numel() != self.found.numel():
             return False
         return float((self.found - by.reshape(self.found.shape)).square().sum()) <= EXPLAINED * self.missing
 
 
 def diagnose(case: Case) -> Guess:
-    """The first hypothesis that explains the difference."""
+    """Return the kind of the first hypothesis that explains the difference."""
     bias = bias_of(case)
     if bias is not None:
         case = case._replace(found=case.found - bias, expected=case.expected - bias)
@@ -125,7 +134,7 @@ def diagnose(case: Case) -> Guess:
 
 
 def _norm(case: Case) -> Guess | None:
-    """The gradient norm: the root of a sum over ranks."""
+    """Diagnose the gradient norm, the root of a sum over ranks."""
     if case.key.tensor != "gradient norm":
         return None
     smaller = float(case.found) < float(case.expected)
@@ -135,7 +144,7 @@ def _norm(case: Case) -> Guess | None:
 
 
 def bias_of(case: Case) -> Tensor | None:
-    """This rank's part of the bias that is in y, [rows, columns]; None: there is none."""
+    """Return this rank's part of the bias in y, [rows, columns]; None: the tensor is not y, or the bias is zero or missing."""
     bias = case.trace.weight(case.key.step, case.key.layer, "bias")
     if case.key.tensor != "y" or bias is None:
         return None
@@ -144,7 +153,7 @@ def bias_of(case: Case) -> Tensor | None:
 
 
 def _value(case: Case, key: Key) -> Tensor | None:
-    """This rank's part of another tensor of one rank, y without bias."""
+    """Return this rank's part of the trace's tensor `key`, y without bias; None: there is no such tensor."""
     whole = case.trace.values.get(key)
     part = None if whole is None else case.cut(whole.float())
     if part is None:
@@ -154,6 +163,7 @@ def _value(case: Case, key: Key) -> Tensor | None:
 
 
 def _other_part(case: Case) -> Guess | None:
+    """Check whether the tensor is the part of another rank or microbatch."""
     whole, place, bias = case.trace.values[case.key].float(), case.place, bias_of(case)
     for other in _places(place):
         part = case.cut(whole, other) if other != place else None
@@ -163,6 +173,7 @@ def _other_part(case: Case) -> Guess | None:
 
 
 def _places(place: Place) -> Iterator[Place]:
+    """Yield the places of all ranks and microbatches of a mesh."""
     case = place.case
     for dp, cp, tp, micro in product(*map(range, (case.dp, case.cp, case.tp, case.accumulate))):
         there = Place(case, tp, dp, cp=cp)
@@ -170,6 +181,7 @@ def _places(place: Place) -> Iterator[Place]:
 
 
 def _stale(case: Case) -> Guess | None:
+    """Check for a tensor, weights or gradients of the previous step."""
     key = case.key
     before = _value(case, key._replace(step=key.step - 1))
     if before is not None and not torch.equal(before, case.expected):
@@ -186,6 +198,7 @@ def _stale(case: Case) -> Guess | None:
 
 
 def sum_of(found: list[Terms], part: Part = EVERYTHING) -> Tensor:
+    """Return the sum of several contractions, or of a part of their terms."""
     total = found[0].product(part)
     for each in found[1:]:
         total = total + each.product(part)
@@ -193,7 +206,7 @@ def sum_of(found: list[Terms], part: Part = EVERYTHING) -> Tensor:
 
 
 def _terms(case: Case) -> Guess | None:
-    """Several contractions: a sibling, a call, or a module that shares a parameter is missing in the sum."""
+    """Check for a missing contraction if the tensor sums several: of siblings, of calls, or of modules with a tied weight."""
     found = terms(case.trace, case.key)
     shape = case.trace.values[case.key].shape
     for i in range(len(found)) if len(found) > 1 else ():
@@ -204,7 +217,7 @@ def _terms(case: Case) -> Guess | None:
 
 
 class Share(NamedTuple):
-    """Part of a contraction: piece of the global batch, cp rank, tp rank; -1: not sharded."""
+    """Name of a share: piece (microbatch of the global batch), cp rank and tp rank; -1: all of them."""
 
     piece: int
     cp: int
@@ -212,14 +225,14 @@ class Share(NamedTuple):
 
 
 def _cuts(case: Case, found: list[Terms]) -> dict[Share, Part]:
-    """The parts of the contraction that ranks and microbatches hold."""
+    """Return the terms of a contraction that belong to each share."""
     mesh, length = case.place.case, min(each.length for each in found)
     if found[0].over == "features":
         if mesh.tp == 1 or length % mesh.tp:
             return {}
         size = length // mesh.tp
         return {Share(-1, -1, tp): slice(tp * size, (tp + 1) * size) for tp in range(mesh.tp)}
-    chunks = 2 * mesh.cp * mesh.sequences if mesh.cp > 1 else 1  # of sequences; 0: a batch without tensors
+    chunks = 2 * mesh.cp * mesh.sequences if mesh.cp > 1 else 1  # chunks of all sequences; 0: the batch has no tensors
     if not chunks or length % chunks or length % (mesh.pieces * mesh.tp):
         return {}
     shares = starmap(Share, product(*map(range, (mesh.pieces, mesh.cp, mesh.tp))))
@@ -227,6 +240,7 @@ def _cuts(case: Case, found: list[Terms]) -> dict[Share, Part]:
 
 
 def _shares(case: Case) -> Guess | None:
+    """Fit coefficients of the shares; see the module docstring."""
     found = terms(case.trace, case.key)
     cuts = _cuts(case, found) if found and len({each.length for each in found}) == 1 else {}
     shape, parts = case.trace.values[case.key].shape, {}
@@ -249,14 +263,14 @@ def _shares(case: Case) -> Guess | None:
 
 
 def _simple(number: float) -> Fraction | None:
-    """The simple ratio near a coefficient; None: no simple ratio is near."""
+    """Return the simple ratio (0, 1 to 8, 1/2 to 1/8) near a coefficient; None: no simple ratio is near."""
     options = [Fraction(0), *(Fraction(n) for n in range(1, 9)), *(Fraction(1, n) for n in range(2, 9))]
     near = min(options, key=lambda each: abs(float(each) - number))
     return near if abs(float(near) - number) <= 0.15 * max(float(near), 0.5) else None
 
 
 def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
-    """The kind of mistake that gives these coefficients."""
+    """Return the kind of mistake that gives these coefficients."""
     values, mesh = set(c.values()), place.case
     if len(values) == 1:
         return _multiple(values.pop())
@@ -284,6 +298,7 @@ def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
 
 
 def _named(shares: set[Share] | dict[Share, Fraction], mesh: MeshCase) -> str:
+    """Describe shares by the first: "the share of dp rank 0, microbatch 1, tp rank 1 and 2 more"."""
     first = min(shares)
     data = "" if first.piece < 0 else f"dp rank {first.piece % mesh.dp}, microbatch {first.piece // mesh.dp}, "
     data += f"cp rank {first.cp}, " * (mesh.cp > 1 and first.cp >= 0)
@@ -292,20 +307,21 @@ def _named(shares: set[Share] | dict[Share, Fraction], mesh: MeshCase) -> str:
 
 
 def _multiple(ratio: Fraction) -> Guess | None:
+    """Diagnose a tensor that is `ratio` times the tensor of one rank."""
     if ratio == 1:
         return None
     return Guess("summed twice" if ratio > 1 else "divided twice", f"{ratio} of the tensor of one rank")
 
 
 def _factor(case: Case) -> Guess | None:
-    """One factor for all values."""
+    """Check for one factor on all values."""
     want = case.expected.double()
     gain = _simple(float((case.found.double() * want).sum() / want.square().sum().clamp(min=1e-300)))
     return _multiple(gain) if gain and case.explained(case.expected * float(gain)) else None
 
 
 def _order(case: Case) -> Guess | None:
-    """Blocks of rows or columns in another order, as many blocks as ranks."""
+    """Check for blocks of rows or columns in another order, with one block for each rank of an axis."""
     mesh = case.place.case
     for count in dict.fromkeys((mesh.tp, mesh.cp, mesh.dp)):
         for dim in (0, 1):
@@ -323,7 +339,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def _wrong_group(case: Case) -> Guess | None:
-    """A sum over data-parallel ranks of this tp rank's shares, instead of a sum over tp."""
+    """Check for a sum over dp of the shares of this tp rank, instead of a sum over tp."""
     found, mesh = terms(case.trace, case.key), case.place.case
     cuts = _cuts(case, found) if found and found[0].over == "features" else {}
     if not cuts or mesh.dp == 1 or case.place.piece is None:
@@ -338,6 +354,7 @@ def _wrong_group(case: Case) -> Guess | None:
 
 
 def _bias(case: Case) -> Guess | None:
+    """Check for a bias that was added several times or not at all."""
     part = bias_of(case)
     if part is None:
         return None
@@ -349,7 +366,7 @@ def _bias(case: Case) -> Guess | None:
 
 
 def _scales(case: Case) -> Guess | None:
-    """A factor for each block of rows or of columns, as many blocks as ranks."""
+    """Check for one factor on each block of rows or columns, with one block for each rank of an axis."""
     mesh = case.place.case
     for count in dict.fromkeys((mesh.tp, mesh.cp, mesh.dp, mesh.ranks, 8)):
         for dim, word in enumerate(("rows", "columns")):
@@ -366,8 +383,8 @@ def _scales(case: Case) -> Guess | None:
 
 
 def _rounding(case: Case) -> Guess | None:
-    """Errors with mean 0 that do not correlate with the values, equally large in all rows; for a weight, values that are exact
-    in bf16 or fp16."""
+    """Check for coarser rounding: errors with mean 0 that do not correlate with the values and are about equally large in all
+    rows; in a weight, values that are exact in bf16 or fp16."""
     delta, want = case.found - case.expected, case.expected
     norm = want.norm().clamp(min=1e-30)
     gain, error = float((delta * want).sum() / norm.square()), float(delta.norm() / norm)

@@ -1,4 +1,4 @@
-"""The follower: compare this rank's part of each tensor on a mesh with the trace of one rank, and continue with the tensor of
+"""The follower: compare this rank's part of each tensor on a mesh with the trace of one rank, and replace the part by that of
 the trace."""
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ from dlp.proof.record import Key, Recorder, Trace, is_activation_gradient
 from dlp.proof.report import places
 from dlp.quant.tensor import QuantizedTensor
 
-KEPT = 64  # tensors of a rank that are kept for the diagnosis
+KEPT = 64  # number of differing tensors of a rank that are diagnosed
 WHOLE = Measured(float("inf"), float("inf"), False, [], [])
 
 
 class Seen(NamedTuple):
-    """One comparison. `shape`: rows and columns of this rank's part."""
+    """Comparison of a tensor that differs on this rank.
+
+    key        step, layer and tensor
+    measured   size of the difference
+    shape      (rows, columns) of this rank's part
+    guess      likely kind of mistake; None: not diagnosed
+    """
 
     key: Key
     measured: Measured
@@ -38,23 +44,24 @@ class Seen(NamedTuple):
     guess: Guess | None = None
 
     def where(self) -> str:
+        """Describe the differing rows and columns."""
         rows, columns = (places(*each) for each in zip(self.measured[3:], self.shape, ("rows", "columns"), strict=True))
         return f"{rows}, {columns}"
 
 
 def gain_of(model: nn.Module, case: MeshCase) -> int:
-    """Factor between gradients on a rank and on one rank: FSDP averages gradients over the ranks of dp and cp, and adds the
-    gradients of an invariant model."""
+    """Return the factor of activation gradients on a mesh over those of one rank: dp * cp, since FSDP averages gradients over
+    these ranks; 1 for an invariant model, whose gradients FSDP sums."""
     return 1 if is_invariant(model) else case.dp * case.cp
 
 
 def is_invariant(model: nn.Module) -> bool:
-    """Whether `dlp.convert(..., invariant=True)` made the model, or a part of it."""
+    """Whether `dlp.convert(..., invariant=True)` converted the model or a part of the model."""
     return any("dlp_invariant" in vars(module) for module in model.modules())
 
 
 class Bounds:
-    """The spreads of one trace, each computed once."""
+    """Cache of the spreads of a trace: `bounds(key)` returns the spread of a tensor."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -67,26 +74,37 @@ class Bounds:
 
 
 class Follower:
-    """Compare one run on a mesh. failed: tensors that exceed the bound, or, with `exact`, are not bit-equal; worst: the
-    largest ratio of difference to bound."""
+    """Comparison of a run on a mesh with a trace.
+
+    gain       see `gain_of`
+    place      coordinates of this rank
+    exact      require equal bits instead of differences within the bounds
+    recorder   hooks of the model
+    micro      number of the running microbatch of this rank
+    compared   number of comparisons; equal: number of these with equal bits
+    worst      largest ratio of difference to bound, with the tensor
+    failed     comparisons that exceed the bound, or, if `exact`, of different bits
+    remarks    lines for the report
+    masks      (tensor, microbatch) -> whether the tensor is sharded, and a hash of the dropout mask
+    """
 
     def __init__(self, model: nn.Module, bounds: Bounds, place: Place, exact: bool) -> None:
         self.gain = gain_of(model, place.case)
         self.trace, self._bounds, self.place, self.exact = bounds.trace, bounds, place, exact
         self.recorder = Recorder(model, self._take, self._again)
         self.micro = 0
-        self._dtypes: dict[str, torch.dtype] = {}  # dtypes of the last y of each module
+        self._dtypes: dict[str, torch.dtype] = {}  # module -> dtype of the last y
         self.compared = self.equal = 0
         self.worst: tuple[float, Key | None] = (0.0, None)
         self.failed: list[Seen] = []
         self.remarks: list[str] = []
-        # Hashes of dropout masks, and whether tp shards the tensor
         self.masks: dict[tuple[Key, int], tuple[bool, str]] = {}
         self._random = {
             name for name, each in self.trace.modules.items() if isinstance(each, _DropoutNd) and each.p > 0
         }
 
     def _take(self, key: Key, tensor: Tensor) -> Tensor:
+        """Compare a tensor of a module, and return this rank's part of the trace's tensor."""
         if key.tensor == "y":
             self._dtypes[key.layer] = tensor.dtype
         place = self.place.at(self.micro)
@@ -112,18 +130,18 @@ class Follower:
         return scaled.to(tensor.dtype, copy=True)
 
     def _again(self, key: Key, tensor: Tensor) -> Tensor:
-        """Continue with the trace's tensors in a forward that is recomputed in backward."""
+        """Return this rank's part of the trace's tensor, without comparison, in a forward that is recomputed in backward."""
         whole = self.trace.values.get(key)
         part = None if whole is None else self.place.at(self.micro).part(whole, tensor.shape)
         return tensor if part is None else part.to(tensor.dtype, copy=True)
 
     def add(self, key: Key, tensor: Tensor) -> Tensor:
-        """Compare a tensor that is equal on all ranks."""
+        """Compare a tensor that must be equal on all ranks, such as the loss. Returns the tensor of this rank."""
         self._compare(key, tensor, _whole, self.place)
         return tensor
 
     def parameter(self, key: Key, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """Compare this rank's part of a parameter or gradient; returns the part of the trace."""
+        """Compare this rank's shard of a parameter or gradient, and return the shard of the trace's tensor."""
 
         def cut(whole: Tensor, at: Place | None = None) -> Tensor | None:
             part = parameter_part(whole, parameter, at)
@@ -138,10 +156,10 @@ class Follower:
         return part.to(tensor.dtype)
 
     def begin(self, key: Key, value: Tensor) -> None:
-        """Do nothing: the trace defines the order."""
+        """Do nothing: the trace defines the order of tensors."""
 
     def gathered(self, layer: str, gemm: str, mine: QuantizedTensor, dim: int, group: ProcessGroup) -> None:
-        """Check before a gather that scales that are not sent are equal on all ranks."""
+        """Check before a gather that scales which the gather does not send are equal on all ranks."""
         try:
             check_gathered(layer, gemm, mine, dim, group)
         except RuntimeError as error:
@@ -149,7 +167,7 @@ class Follower:
             self.failed.append(Seen(key, WHOLE, (1, 1), Guess("another scale", str(error))))
 
     def codes(self, model: nn.Module) -> None:
-        """Check before a step that the codes of the step boundary are the codes of the current weights."""
+        """Check before a step that the codes from the step boundary equal a cast of the current weights."""
         for weight in (weight for core in cores(model) for weight in core.weights):
             if not isinstance(weight, LocalWeight) or not weight.parts or weight.bound.spec.recipe.w.keeps_source:
                 continue
@@ -166,7 +184,7 @@ class Follower:
             )
 
     def missing(self, key: Key) -> None:
-        """Record a gradient that exists on one rank and is missing here."""
+        """Record that a parameter has no gradient on this mesh, although it has a gradient on one rank."""
         self.failed.append(Seen(key, WHOLE, (1, 1), Guess("zero", "the parameter has no gradient")))
 
     def _compare(self, key: Key, tensor: Tensor, cut: Cut, place: Place) -> None:
@@ -182,7 +200,7 @@ class Follower:
             self.equal += 1
             return
         dtypes = {tensor.dtype, whole.dtype, torch.float32}
-        if not is_weight(key):  # a gradient of a parameter is rounded as its layer computes
+        if not is_weight(key):  # a gradient may have been rounded to the dtype in which the layer computes
             dtypes.add(self._dtypes.get(key.layer, torch.float32))
         dtype = max((each for each in dtypes if each.is_floating_point), key=lambda each: torch.finfo(each).eps)
         deviations = cut(variance(whole, self._bounds(key), dtype))
@@ -201,7 +219,7 @@ class Follower:
 
 
 def _whole(whole: Tensor, at: Place | None = None) -> Tensor | None:
-    """Identity, as `Cut` of a tensor that is equal on all ranks."""
+    """Return `whole`: the `Cut` of a tensor that is equal on all ranks."""
     return whole
 
 
@@ -212,7 +230,9 @@ def _bytes(part: Tensor) -> Tensor:
 def gradients(
     model: nn.Module, run: Any, named: dict[tuple[str, str], nn.Parameter], name: Callable[[str], str]
 ) -> None:
-    """Pass this rank's gradients to a trace or follower, and continue with the returned gradients."""
+    """Pass the gradients of parameters to a trace or follower, and write the returned gradients into `grad`.
+
+    `name`: function from the name of a parameter in its module to the tensor name, such as "weight" -> "dw"."""
     for (layer, own), parameter in named.items():
         key = Key(run.recorder.step, layer, name(own))
         if parameter.grad is not None:

@@ -1,17 +1,17 @@
 """The recorder: hooks on every module without children, in the order of forward and backward.
 
-    one rank   `Trace`      stores y, dy, dx, dw, db, weights, scales, loss and gradient norm, and changes no tensor
-    a mesh     `Follower`   compares this rank's part of each tensor with the trace; the run continues with the trace's part
+    one rank   `Trace`      stores x, y, dy, dx, dw, db, weights, scales, loss and gradient norm, and changes no tensor
+    a mesh     `Follower`   compares this rank's part of each tensor with the trace, and replaces the part by that of the trace
 
-Because each module and each gap between modules gets the inputs of one rank, differences do not accumulate: a tensor that
-differs was computed wrongly in its own module, and the bound on roundings needs only the formats and the contraction of this
+On a mesh, each module and the code between modules thus read the tensors of one rank, so differences do not accumulate: a
+tensor that differs was computed wrongly in its own module, and its bound follows from the formats and the contraction of this
 module (`dlp.proof.bounds`).
 
-    x ──► [pre-hook] ──► module ──► [hook] ──► y         each hook passes its tensor through `_Replace`, whose backward
-    dx ◄── [tensor hook] ◄── backward ◄── [tensor hook] ◄── dy     leaves the gradient to a tensor hook
+    x ──► [pre-hook] ──► module ──► [hook] ──► y
+    dx ◄── [tensor hook] ◄── backward ◄── [tensor hook] ◄── dy
 
-Each reader of a tensor gets a separate x, so that dx is the gradient of this reader alone. Siblings, which must read the same
-tensor, share one x.
+The hooks replace x and y by `_Replace`, on whose results tensor hooks replace dx and dy. If several modules read a tensor, each
+gets a separate x, so that dx is the gradient of this module alone. Siblings, which must read the same tensor, share one x.
 """
 
 from __future__ import annotations
@@ -35,8 +35,13 @@ WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class Key(NamedTuple):
-    """One tensor of a run. `step`: -1 before the first; `layer`: a module's name; `call`: of a module that runs several times
-    in a microbatch."""
+    """Name of a tensor of a run.
+
+    step     optimizer step from 0; -1 before the first step
+    layer    name of the module; "" for the model
+    tensor   "x", "y", "dx", "dw", "scale of x", ...
+    call     index of the call, for a module that runs several times in a microbatch
+    """
 
     step: int
     layer: str
@@ -46,18 +51,23 @@ class Key(NamedTuple):
 
 @dataclass
 class Link:
-    """A tensor at a module: the names of value and gradient, and the modules that read an x, with their calls."""
+    """Input or output of a module.
+
+    value     key of the tensor
+    grad      key of the gradient of the tensor
+    readers   (module, call) of each reader of an input; siblings share an input
+    """
 
     value: Key
     grad: Key
     readers: list[tuple[str, int]] = field(default_factory=list)
 
 
-Take = Callable[[Key, Tensor], Tensor]
+Take = Callable[[Key, Tensor], Tensor]  # receives a tensor, and returns the tensor with which the run continues
 
 
 class _Replace(torch.autograd.Function):
-    """A tensor -> `value`, with the gradient of the tensor."""
+    """Return a copy of `value` in place of `tensor`. Backward passes the gradient on to `tensor`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
@@ -69,8 +79,12 @@ class _Replace(torch.autograd.Function):
 
 
 class Recorder:
-    """Install the hooks. `take(key, tensor)` receives each tensor and returns the tensor with which the run continues;
-    `again(key, tensor)` does this in recomputed forwards."""
+    """Hooks of a model, which call `take` for each tensor, and `again` for tensors of recomputed forwards.
+
+    step      current step; set by the caller
+    inputs    (step, module, call) -> link of x
+    outputs   (step, module, call) -> link of y
+    """
 
     def __init__(self, model: nn.Module, take: Take, again: Take) -> None:
         self.take, self._again = take, again
@@ -78,7 +92,7 @@ class Recorder:
         self.inputs: dict[tuple[int, str, int], Link] = {}
         self.outputs: dict[tuple[int, str, int], Link] = {}
         self._calls: Counter[tuple[bool, str]] = Counter()
-        # For siblings: x, the replacement of x, and the link
+        # Inputs of siblings, by ids of x and core: (x, replacement of x, link)
         self._shared: dict[tuple[int, int], tuple[Tensor, Tensor, Link]] = {}
         self._handles: list[Any] = []
         for name, module in model.named_modules():
@@ -88,11 +102,12 @@ class Recorder:
                 self._handles += [before, module.register_forward_hook(partial(self._after, plain))]
 
     def remove(self) -> None:
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
     def microbatch(self) -> None:
-        """Begin a forward of the model: calls of modules are counted from 0 again."""
+        """Begin the forward of a microbatch: calls of each module are counted from 0 again."""
         self._calls.clear()
         self._shared.clear()
 
@@ -135,7 +150,7 @@ class Recorder:
         return tree_map(passed, output)
 
     def _pass_on(self, tensor: Tensor, link: Link, links: dict[tuple[int, str, int], Link]) -> Tensor:
-        """The tensor with which the run continues in place of `tensor`. Integers are only recorded."""
+        """Record `tensor`, and return the tensor with which the run continues. Integers are recorded and not replaced."""
         key = link.value
         if in_backward():
             again = self._again(key, tensor.detach())
@@ -152,15 +167,21 @@ class Recorder:
 
 
 def plain_name(name: str) -> str:
-    """The name of a module or parameter without the names of wrappers."""
+    """Return the name of a module or parameter without the names of wrappers (checkpointing, torch.compile)."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 class Trace:
-    """Tensors that one rank computed, in order. `values`: by key; `links`: the tensors between modules; `modules`: modules of
-    the model, by name."""
+    """Tensors that one rank computed.
+
+    values     key -> tensor; tensors of microbatches are concatenated
+    modules    name -> module of the model
+    tied       see `tied_parameters`
+    recorder   hooks, and the links between tensors
+    elements   number of elements of all parameters
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.values: dict[Key, Tensor] = {}
@@ -175,7 +196,7 @@ class Trace:
         return tensor
 
     def _take_piece(self, key: Key, tensor: Tensor) -> Tensor:
-        """`_take` of a tensor of a module, concatenated with the tensors of earlier microbatches."""
+        """Record a tensor of a module, concatenated with the tensors of earlier microbatches."""
         before = self.values.get(key)
         if before is None or not tensor.dim():
             return self._take(key, tensor)
@@ -183,44 +204,45 @@ class Trace:
         return tensor
 
     def add(self, key: Key, value: Tensor) -> Tensor:
-        """Record a tensor that no hook sees; returns the tensor with which the run continues."""
+        """Record a tensor that is not at a module, such as the loss."""
         return self._take(key, value)
 
     def parameter(self, key: Key, value: Tensor, parameter: Tensor) -> Tensor:
-        """`add` of this rank's part of a parameter or gradient."""
+        """Record a parameter or a gradient of a parameter."""
         return self._take(key, value)
 
     def begin(self, key: Key, value: Tensor) -> None:
-        """Assign the position of a tensor in the order before the value is complete."""
+        """Reserve the position of a tensor in the order of recording; `add` later records the complete value."""
         self.values.setdefault(key, value.detach().clone())
 
     def input(self, step: int, layer: str, call: int) -> Tensor | None:
-        """Record x of a module as it was computed, and return the tensor with which the run continues."""
+        """Return the recorded x of a module; None: the module has no x in this step and call."""
         link = self.recorder.inputs.get((step, layer, call))
         return None if link is None else self.values.get(link.value)
 
     def output(self, step: int, layer: str, call: int) -> Tensor | None:
+        """Return the recorded y of a module, or None."""
         link = self.recorder.outputs.get((step, layer, call))
         return None if link is None else self.values.get(link.value)
 
     def output_grad(self, step: int, layer: str, call: int) -> Tensor | None:
-        """Record dy of a module."""
+        """Return the recorded dy of a module, or None."""
         link = self.recorder.outputs.get((step, layer, call))
         return None if link is None else self.values.get(link.grad)
 
     def readers(self, key: Key) -> list[tuple[str, int]]:
-        """The modules whose backwards contribute to the gradient of this name."""
+        """Return (module, call) of each module whose backward contributes to the gradient `key`, a dx."""
         link = self.recorder.inputs.get((key.step, key.layer, key.call))
         return link.readers if link is not None and link.grad == key else []
 
     def weight(self, step: int, layer: str, name: str = "weight") -> Tensor | None:
-        """Record a parameter as it was in the forward of a step."""
+        """Return the recorded value of a parameter in the forward of a step, or None."""
         first = next((at for at, places in self.tied.items() if (layer, name) in places), (layer, name))
         return self.values.get(Key(step - 1, first[0], WEIGHT_NAMES.get(first[1], first[1])))
 
     def order(self, key: Key) -> float:
-        """The position of a tensor in the order of forward and backward. Gradients of parameters follow dy of the layer;
-        checks of casts precede y or dy of the layer."""
+        """Return the position of a tensor in the order of forward and backward. Gradients of parameters follow dy of the layer;
+        codes and scales precede y or dy of the layer."""
         if len(self._order) != len(self.values):
             self._order = {each: i for i, each in enumerate(self._in_order())}
         if key in self._order:
@@ -229,6 +251,7 @@ class Trace:
         return self._order.get(Key(key.step, key.layer, result), len(self._order)) - 0.5
 
     def _in_order(self) -> Iterator[Key]:
+        """Yield all keys in the order of recording, but gradients of parameters after dy of the layer."""
         behind: dict[Key, list[Key]] = {}
         moved = set()
         outputs = {(link_key[0], link_key[1]): link for link_key, link in self.recorder.outputs.items()}
@@ -244,15 +267,17 @@ class Trace:
 
 
 def is_parameter_gradient(key: Key) -> bool:
+    """Whether a tensor is the gradient of a parameter, such as dw or db."""
     return key.tensor.startswith("d") and key.tensor[:2] not in ("dx", "dy")
 
 
 def is_activation_gradient(key: Key) -> bool:
+    """Whether a tensor is dx or dy of a module."""
     return key.tensor[:2] in ("dx", "dy")
 
 
 def named_parameters(model: nn.Module) -> Mapping[tuple[str, str], nn.Parameter]:
-    """The parameters of a model by the name of the module and the name there; a tied parameter under its first name."""
+    """Return the parameters of a model by (module, name in the module). A tied parameter occurs once, under its first name."""
     found = {}
     for name, parameter in model.named_parameters():
         layer, _, own = plain_name(name).rpartition(".")
@@ -261,7 +286,7 @@ def named_parameters(model: nn.Module) -> Mapping[tuple[str, str], nn.Parameter]
 
 
 def tied_parameters(model: nn.Module) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """All places (module and name) of each parameter, by the first place."""
+    """Return the first (module, name in the module) of each parameter -> all of them, for tied parameters more than one."""
     places: dict[int, list[tuple[str, str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer, _, own = plain_name(name).rpartition(".")
@@ -271,7 +296,7 @@ def tied_parameters(model: nn.Module) -> dict[tuple[str, str], list[tuple[str, s
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Context in which hooks are installed."""
+    """Remove the hooks of `recorder` at the end of a `with` block."""
     try:
         yield
     finally:

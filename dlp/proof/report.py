@@ -12,13 +12,15 @@ SHOWN = 6  # differences of a mesh that are printed
 
 
 class Finding(NamedTuple):
-    """A tensor that differs from the tensor of one rank.
+    """Tensor that differs from the tensor of one rank.
 
-    ratio    the difference over the bound
-    error    the relative difference in the 2-norm, on the rank with the largest difference
-    ranks    the ranks on which the tensor differs, of `world`
-    where    rows and columns, on the first of these ranks
-    guess    the kind of mistake
+    key      step, layer and tensor
+    ratio    difference divided by the bound, on the rank with the largest ratio
+    error    relative difference in the 2-norm, on the same rank
+    ranks    the ranks on which the tensor differs
+    world    number of ranks of the mesh
+    where    differing rows and columns on the first of `ranks`, as text
+    guess    likely kind of mistake
     """
 
     key: Key
@@ -52,7 +54,7 @@ class Finding(NamedTuple):
 
 
 def pass_name(key: Key) -> str:
-    """The pass in which a tensor is computed."""
+    """Return the part of the step in which a tensor is computed: "forward", "backward", "the update", ... ."""
     if key.step < 0:
         return "the start"
     if is_activation_gradient(key) or is_parameter_gradient(key):
@@ -69,10 +71,14 @@ def pass_name(key: Key) -> str:
 class MeshResult:
     """Findings on one mesh.
 
-    compared, equal     number of compared tensors on all ranks; number of tensors with the bits of one rank
-    worst, worst_key    the largest ratio of difference to bound, and the tensor
-    findings            in the order of forward and backward
-    error               the error that stopped the run
+    name, ranks     name of the mesh, and number of its ranks
+    compared        number of comparisons, summed over ranks
+    equal           number of comparisons with equal bits
+    worst           largest ratio of difference to bound
+    worst_key       tensor with this ratio; None: all bits were equal
+    findings        differing tensors, in the order of forward and backward
+    error           error that stopped the run; "": none
+    remarks         further lines for the report
     """
 
     name: str
@@ -98,8 +104,14 @@ class MeshResult:
 
 @dataclass
 class Report:
-    """The results of all meshes. `print(report)`; `report.ok`; `report.first` is the first difference of the first mesh with a
-    difference."""
+    """Results of all meshes, shown by `print(report)`.
+
+    steps    number of compared steps
+    exact    whether tensors had to have equal bits
+    meshes   one result for each mesh
+    ok       whether no tensor differs and no run stopped
+    first    first difference of the first mesh with a difference; None: no differences
+    """
 
     steps: int
     exact: bool
@@ -132,7 +144,7 @@ class Report:
         return "\n".join([*lines, "", self.sentence()])
 
     def sentence(self) -> str:
-        """The result in one sentence."""
+        """Return the result as one sentence."""
         if self.first is not None:
             mesh = next(mesh for mesh in self.meshes if mesh.findings)
             return f"FIRST DIFFERENCE on {mesh.name}: {self.first}."
@@ -166,7 +178,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def places(indices: list[int], count: int, word: str) -> str:
-    """Rows or columns in words: "rows 0-3 and 8 of 64", or "all rows"."""
+    """Describe indices of rows or columns: "rows 0-3, 8 of 64", or "all rows". `count`: number of all rows or columns."""
     if not indices or len(indices) == count:
         return f"all {word}"
     runs: list[list[int]] = []

@@ -1,8 +1,8 @@
-"""`dlp.prove`: the same steps on one rank and on each mesh, compared tensor by tensor.
+"""`dlp.prove`: run the same steps on one rank and on each mesh, and compare all tensors.
 
-In a process group of R ranks (under torchrun) each mesh, whose number of ranks must divide R, runs in R / ranks equal copies;
-one rank is a mesh as well. Without a process group `prove` starts ranks for each size of the meshes, on the GPUs of this
-machine if there are enough, else on the CPU.
+In a process group of R ranks (under torchrun), a mesh of r ranks, where r must divide R, runs in R / r equal copies; the run on
+one rank is repeated on every rank. Without a process group, `prove` starts processes for each number of ranks, on the GPUs of
+this machine if there are enough, else on the CPU.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from dlp.proof.report import Finding, MeshResult, Report
 Build = Callable[..., Any]
 Loss = Callable[..., Tensor]
 Wire = Callable[[nn.Module, DeviceMesh, MeshCase], Traffic]
-WARM = 2  # steps before the bytes of a step are counted: by then weights are cast at the step boundary
+WARM = 2  # steps without a count of bytes: the plan describes later steps, in which the step boundary casts all weights
 
 
 class Program(NamedTuple):
-    """Program to prove: the arguments of `prove`."""
+    """Arguments of `prove`, and `pieces`: number of microbatches in a step of one rank."""
 
     build: Build
     batch: Any
@@ -58,35 +58,35 @@ class Program(NamedTuple):
     reduction: str
     device_type: str
     wire: Wire | None = None
-    pieces: int = 1  # microbatches of the step of one rank
+    pieces: int = 1
 
 
-def prove(  # many parameters: the subjects and the method of the comparison, all by keyword except three
+def prove(  # many parameters, all by keyword except three
     build_model: Build, example_batch: Any, loss: Loss, *, meshes: Sequence[str] = MESHES, steps: int = 2,
     exact: bool = False, reduction: str = "mean", device_type: str | None = None, wire: Wire | None = None,
 ) -> Report:  # fmt: skip
     """Compare training steps on each mesh with the same steps on one rank, tensor by tensor.
 
     Every module without children, and the code between modules, gets the inputs that one rank computed, so that differences do
-    not accumulate: each y, dx, dw, db, weight, delayed scale and loss is judged by a bound that follows from formats and the
-    length of its own contraction.
+    not accumulate. Each y, dx, dw, db, weight, delayed scale and loss is compared within a bound, which follows from the
+    formats and the length of the contraction that computes this tensor.
 
     Args:
         build_model: `build_model(mesh, case)` returns a model, or (model, optimizer), on a mesh as of `dlp.build_mesh`:
-            converted, sharded, with equal weights on every mesh, the optimizer attached. `case.sequence_parallel`, `case.dp`,
-            `case.cp` and `case.accumulate` describe the mesh. The default optimizer is AdamW with lr = 1e-3. A tensor that
-            `optimizer.step()` returns is compared as the gradient norm.
-        example_batch: a tensor, or a tuple, list or dict of tensors, with all sequences of a step along dimension 0; or
-            a function of the step that returns such a batch.
+            the model is converted and sharded, has equal weights on every mesh, and the optimizer is attached.
+            `case.sequence_parallel`, `case.dp`, `case.cp` and `case.accumulate` describe the mesh. Without an optimizer, AdamW
+            with lr = 1e-3 is created and attached. A tensor that `optimizer.step()` returns is compared as the gradient norm.
+        example_batch: a tensor, or a tuple, list or dict of tensors, with all sequences of a step along dimension 0; or a
+            function that takes the number of a step and returns such a batch.
         loss: `loss(model, batch, mesh)` returns the scalar loss of a part of the batch, equal on all tp ranks. Ranks of cp get
-            complete sequences: the loss of a rank is the share of the tokens of `dlp.Context.of(mesh)`.
+            complete sequences, and return the contribution of the tokens of `dlp.Context.of(mesh)`.
         meshes: names of meshes, such as "tp2", "tp2+sp", "dp2", "cp2", "hsdp2x2", "accumulate4", "tp2xdp2+sp".
-        steps: optimizer steps. Stale weights and gradients show from the second step on.
-        exact: judge by equal bits instead of bounds. All meshes and one rank then use microbatches of equal size, in the number
-            of the mesh with the most microbatches. Models of `dlp.convert(..., invariant=True)` pass.
+        steps: number of optimizer steps. Stale weights and gradients are found only with two or more steps.
+        exact: require equal bits instead of differences within bounds. All meshes and one rank then divide a step into the same
+            number of microbatches, the largest of all meshes. Models of `dlp.convert(..., invariant=True)` pass.
         reduction: "mean" or "sum": reduction of `loss` over the sequences of a batch.
-        wire: `wire(model, mesh, case)` returns the planned bytes of a rank in a step (the `step_traffic` behind
-            `dlp.wire_report`), which are compared with the counted bytes of the last step, if there are at least three steps.
+        wire: `wire(model, mesh, case)` returns the planned bytes of a rank in a step, a `dlp.parallel.traffic.predict.Traffic`.
+            They are compared with the bytes that are counted in the last step, if `steps` is at least 3.
         device_type: "cpu" or "cuda"; None: cuda if there is a GPU for each rank.
 
     Returns:
@@ -125,7 +125,7 @@ def prove(  # many parameters: the subjects and the method of the comparison, al
 
 
 def _in_processes(program: Program, cases: list[MeshCase], ranks: int) -> Report:
-    """Run `prove_here` on newly started ranks."""
+    """Run `prove_here` in `ranks` new processes."""
     device = program.device_type or ("cuda" if torch.cuda.device_count() >= ranks else "cpu")
     try:
         job = pickle.dumps((program._replace(device_type=device), cases))
@@ -138,7 +138,7 @@ def _in_processes(program: Program, cases: list[MeshCase], ranks: int) -> Report
         try:
             mp.start_processes(_rank, (ranks, device, folder, job), ranks, start_method="spawn")
         except (mp.ProcessRaisedException, mp.ProcessExitedException):
-            # The other ranks may have lost the connection to a rank that refused
+            # Raise the ValueError of a rank rather than the lost connections of other ranks
             refused = sorted(Path(folder).glob("refused-*"))
             if refused:
                 raise pickle.loads(refused[0].read_bytes()) from None
@@ -148,7 +148,7 @@ def _in_processes(program: Program, cases: list[MeshCase], ranks: int) -> Report
 
 
 def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
-    """One of the ranks that `_in_processes` starts."""
+    """Main function of the processes that `_in_processes` starts."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -161,11 +161,11 @@ def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
         torch.set_num_threads(1)  # sums of torch depend on the number of threads
     try:
         report = prove_here(program, cases)
-    except ValueError as error:  # for example a refusal of `build_model`
+    except ValueError as error:  # for example an unsupported setting in `build_model`
         error.add_note(traceback.format_exc())
         part = Path(folder) / f"part-{rank}"
         part.write_bytes(pickle.dumps(error))
-        part.replace(Path(folder) / f"refused-{rank}")  # appears only when complete
+        part.replace(Path(folder) / f"refused-{rank}")  # atomic
         raise
     if rank == 0:
         (Path(folder) / "report").write_bytes(pickle.dumps(report))
@@ -173,7 +173,7 @@ def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
 
 
 def prove_here(program: Program, cases: Sequence[MeshCase]) -> Report:
-    """Run `prove` in the existing process group; all ranks call this function."""
+    """Run `prove` in the existing process group, or in that of torchrun. All ranks call this function."""
     device = program.device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     program = program._replace(device_type=device)
     init_process_group(device)
@@ -192,14 +192,14 @@ def prove_here(program: Program, cases: Sequence[MeshCase]) -> Report:
 
 
 def mesh_of(case: MeshCase, device: str) -> DeviceMesh:
-    """The mesh of a case, in equal copies if the run has more ranks."""
+    """Return the mesh of a case. If the run has more ranks than the case, several copies of the mesh are built."""
     copies = dist.get_world_size() // case.ranks
     sizes = ParallelDims(case.dp_replicate, case.dp_shard, case.tp, case.cp).sizes
     return init_device_mesh(device, (copies, *sizes.values()), mesh_dim_names=("copies", *sizes))[tuple(sizes)]
 
 
 def one_rank(program: Program) -> Trace:
-    """The trace of one rank, computed by every rank of the run."""
+    """Return the trace of one rank, which every rank of the run computes."""
     case = replace(ONE, accumulate=program.pieces)
     mesh = mesh_of(case, program.device_type)
     model, optimizer = _built(program, mesh, case)
@@ -210,7 +210,7 @@ def one_rank(program: Program) -> Trace:
 
 
 def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
-    """Run and compare one mesh; all ranks call this function and get the result."""
+    """Run one mesh and return the comparison. All ranks call this function and get the same result."""
     result, error, follower = MeshResult(case.name, case.ranks), "", None
     mesh = mesh_of(case, program.device_type)
     try:
@@ -221,7 +221,7 @@ def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
         follower = Follower(model, bounds, place, program.exact)
         with recording(follower.recorder):
             _run(program, model, optimizer, mesh, case, follower)
-    except (RuntimeError, ValueError) as stopped:  # dlp refuses some mistakes on all ranks
+    except (RuntimeError, ValueError) as stopped:  # raised by checks of dlp on all ranks
         error = f"{type(stopped).__name__}: {stopped}"
     mine = (error, None) if follower is None else (error, _told(follower))
     told: list[Any] = [None] * dist.get_world_size()
@@ -234,7 +234,7 @@ def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
 
 
 class Told(NamedTuple):
-    """Result of the comparison on one rank; see `Follower`."""
+    """Result of the comparison on one rank, sent to all ranks; see `Follower` for the attributes."""
 
     compared: int
     equal: int
@@ -250,6 +250,7 @@ def _told(follower: Follower) -> Told:
 
 
 def _summarize(result: MeshResult, trace: Trace, case: MeshCase, told: Sequence[Told]) -> None:
+    """Combine the results of all ranks of a mesh. `told`: results by rank."""
     result.remarks = list(told[0].remarks)
     result.compared, result.equal = sum(each.compared for each in told), sum(each.equal for each in told)
     result.worst, result.worst_key = max((each.worst for each in told), key=lambda worst: worst[0])
@@ -263,7 +264,7 @@ def _summarize(result: MeshResult, trace: Trace, case: MeshCase, told: Sequence[
 
 
 def _finding(key: Key, case: MeshCase, seen: list[tuple[int, Seen]]) -> Finding:
-    """Combine the findings of one tensor on all ranks on which it differs, with the most specific guess."""
+    """Combine the comparisons of a tensor on all ranks on which the tensor differs. The most frequent specific guess wins."""
     ranks = tuple(dict.fromkeys(rank for rank, _ in seen))
     guesses = [each.guess for _, each in seen if each.guess is not None]
     known = [guess for guess in guesses if guess.kind != "values"] or guesses or [Guess("values")]
@@ -275,7 +276,7 @@ def _finding(key: Key, case: MeshCase, seen: list[tuple[int, Seen]]) -> Finding:
 
 
 def _random_findings(case: MeshCase, told: Sequence[Told]) -> list[Finding]:
-    """Check dropout masks: equal on tp ranks if tp does not shard the tensor, and different otherwise."""
+    """Return findings about dropout masks, which must be equal on tp ranks that hold the same values, and else different."""
     found = []
     for key, micro in told[0].masks:
         hashes = [each.masks[key, micro] for each in told if (key, micro) in each.masks]
@@ -299,11 +300,12 @@ def _random_findings(case: MeshCase, told: Sequence[Told]) -> list[Finding]:
 
 
 def _batch(program: Program, step: int) -> Any:
-    """The global batch of a step."""
+    """Return the global batch of a step."""
     return program.batch(step) if callable(program.batch) else program.batch
 
 
 def _built(program: Program, mesh: DeviceMesh, case: MeshCase) -> tuple[nn.Module, Any]:
+    """Build model and optimizer of a mesh. Without an optimizer, AdamW is created and attached."""
     torch.manual_seed(0)
     built = program.build(mesh, case)
     model, optimizer = built if isinstance(built, tuple) else (built, None)
@@ -316,11 +318,11 @@ def _built(program: Program, mesh: DeviceMesh, case: MeshCase) -> tuple[nn.Modul
 def _run(
     program: Program, model: nn.Module, optimizer: Any, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower
 ) -> None:
-    """Run the steps of a trace or follower."""
+    """Run all steps under a trace or follower."""
     named = named_parameters(model)
     run.recorder.step = -1
     _weights(run, named, -1)
-    if _has_slots(model):  # delayed scales start with the amaxes of a pass without quantization
+    if _has_slots(model):  # delayed scales start from the amaxes of a forward and backward without quantization
         with autocast(enabled=False, calibrating=True):
             total = _forward_backward(program, model, mesh, case, run, 0)
         run.add(Key(-1, "", "loss"), _total(total, case))
@@ -348,7 +350,7 @@ def _run(
 def _forward_backward(
     program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower, step: int
 ) -> Tensor:
-    """Run the microbatches of a step; returns their parts of the loss."""
+    """Run the microbatches of a step, and return the contribution of each to the loss."""
     batch = _batch(program, step)
     place, device = Place.of(case, ParallelDims.from_mesh(mesh)), torch.device(program.device_type)
     losses: list[Tensor] = []
@@ -375,7 +377,7 @@ def _forward_backward(
 def _counted(
     program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower
 ) -> Iterator[None]:
-    """Compare the bytes that are sent inside with the plan, in the last step on a mesh that spans the run."""
+    """Compare the bytes that are sent in a `with` block with the plan, in the last step on a mesh of all ranks of the run."""
     step = run.recorder.step
     last = step == program.steps - 1 >= WARM and case.ranks == dist.get_world_size() > 1
     if program.wire is None or not last or not isinstance(run, Follower):
@@ -386,15 +388,15 @@ def _counted(
     try:
         with ledger.step(program.wire(model, mesh, case)) as seen:
             yield
-        run.remarks.append(f"each rank sent {sum(seen.sent.values()):,} bytes in step {step}, as the plan says")
+        run.remarks.append(f"each rank sent {sum(seen.sent.values()):,} bytes in step {step}, as planned")
     except LedgerError as error:
         run.failed.append(Seen(Key(step, "", "wire"), WHOLE, (1, 1), Guess("wire", str(error))))
     session.before_gather = watch
 
 
 def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:
-    """The microbatch of this rank from a tensor of the global batch. Raises ValueError if the batch cannot be
-    divided."""
+    """Return piece number `piece` of a tensor of the global batch. Scalars and other objects are returned unchanged. Raises
+    ValueError if the batch cannot be divided into pieces of equal size."""
     if not isinstance(each, Tensor) or not each.dim():
         return each
     if len(each) % case.pieces:
@@ -406,8 +408,10 @@ def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:
 
 
 def _total(own: Tensor, case: MeshCase) -> Tensor:
-    """The loss over all ranks of dp and cp of this copy; if tp ranks, which must have equal losses, differ: the first
-    different loss."""
+    """Return the loss summed over all ranks of dp and cp. If the sums differ between tp ranks, the first different sum is
+    returned, so that the comparison fails.
+
+    own: contributions of the microbatches of this rank to the loss."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, own.tolist())
     first = dist.get_rank() // case.ranks * case.ranks
@@ -418,6 +422,7 @@ def _total(own: Tensor, case: MeshCase) -> Tensor:
 
 
 def _weights(run: Trace | Follower, named: Any, step: int) -> None:
+    """Pass the parameters after a step to a trace or follower."""
     for (layer, own), parameter in named.items():
         run.parameter(Key(step, layer, WEIGHT_NAMES.get(own, own)), held(parameter), parameter)
 
@@ -428,7 +433,9 @@ def _has_slots(model: nn.Module) -> bool:
 
 
 def _scales(run: Trace | Follower, model: nn.Module, case: MeshCase, step: int) -> None:
-    """Delayed scales after the step; scales of dy follow gradients, which are `dp` times as large on a rank."""
+    """Pass the delayed scales after a step to a trace or follower.
+
+    On a mesh, dy is larger by `gain_of`, so its scales are smaller; they are multiplied by `gain_of` for the comparison."""
     if not _has_slots(model):
         return
     table = session_of(model).scaling.table

@@ -1,1 +1,1 @@
-"""Formats, quantizers and recipes. This package knows neither process groups nor modules."""
+"""Formats, quantizers and recipes. This package does not use process groups or modules."""

@@ -1,5 +1,5 @@
-"""`python -m dlp.quant`: print the support of each recipe on each device; with `--docs`: describe the recipes and options, for
-docs/recipes.md."""
+"""Command `python -m dlp.quant`: print how each device supports each recipe. With `--docs`: print the description of recipes
+and options for docs/recipes.md."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def supports(recipe: Recipe, device: str) -> dict[str, GemmKernels]:
 
 
 def table(recipes_path: str | Path | None = None) -> str:
-    """Return the support table as text, one row per recipe.
+    """Return the support table as text, with one row for each recipe and one column for each device.
 
-    "native" means the device's own unit for the format; "emulated" means decoded values or the plain-torch reference, with "
-    "the same numerics. A cell lists the GEMMs if the GEMMs differ.
+    "native": the GEMM unit of the device reads the format; "emulated": decoded values or the plain-torch reference, with the
+    same numerics. A cell lists the GEMMs if their support differs.
     """
     rows = [["recipe", *DEVICES]]
     for name in names(recipes_path):
@@ -45,7 +45,7 @@ def _cell(by_gemm: dict[str, GemmKernels]) -> str:
 
 
 def reference(recipes_path: str | Path | None = None) -> str:
-    """Return the recipes and options as Markdown, from the docstrings and signatures of the files."""
+    """Return the description of recipes and options as Markdown, from the docstrings and signatures in the recipe files."""
     parts = []
     for name in names(recipes_path):
         build = factory(name, recipes_path)

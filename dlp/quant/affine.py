@@ -1,8 +1,8 @@
 """Affine quantization to integers of 1 to 8 bits: codes = round(x / scale) + zero_point, in blocks of any shape.
 
-The functions work on plain tensors and are bitwise equal to torchao's functions of the same names. A block [b_0, b_1, ...]
-divides the shape of x in each dimension; 0 means the whole dimension. Scales and zero points have one entry per block:
-x.shape[i] / b_i entries along dimension i.
+The functions work on plain tensors and are bitwise equal to torchao's functions of the same names. The block size is
+[b_0, b_1, ...] with one entry for each dimension of x; b_i divides x.shape[i], or is 0 for the full dimension. Scales and zero
+points have one entry per block: x.shape[i] / b_i entries along dimension i.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def code_range(bits: int, *, signed: bool = True) -> tuple[int, int]:
-    """Return the smallest and the largest code. Raises ValueError for bits outside of 1 to 8."""
+    """Return the smallest and the largest integer of `bits` bits. Raises ValueError unless `bits` is 1 to 8."""
     if not 1 <= bits <= 8:
         raise ValueError(f"the bits of a code must be 1 to 8; got {bits}")
     return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
@@ -32,7 +32,7 @@ def _blocked(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _spread(per_block: Tensor, x: Tensor, block: Sequence[int]) -> Tensor:
-    """Return a tensor with one entry per block in a shape that broadcasts over `_blocked(x)`."""
+    """Return a tensor that has one entry per block, in a shape that broadcasts with `_blocked(x)`."""
     return per_block.reshape([n for size, b in zip(x.shape, block, strict=True) for n in (size // b if b else 1, 1)])
 
 
@@ -40,7 +40,8 @@ def choose_qparams_affine(
     x: Tensor, block: Sequence[int], codes: tuple[int, int], *, symmetric: bool, eps: float | None = None,
     scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return scale and zero point of each block, from the smallest and largest value (`choose_qparams_affine_with_min_max`)."""
+    """Return scale and zero point of each block of x, from the smallest and the largest value of the block
+    (`choose_qparams_affine_with_min_max`)."""
     parts = _blocked(x, block)
     inside = list(range(1, parts.dim(), 2))
     return choose_qparams_affine_with_min_max(
@@ -53,11 +54,14 @@ def choose_qparams_affine_with_min_max(
     low: Tensor, high: Tensor, codes: tuple[int, int], *, symmetric: bool, eps: float | None = None,
     scale_dtype: torch.dtype | None = None, zero_point_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return scale and zero point, from the smallest and largest values.
+    """Return scales and zero points, in the shape of `low`.
 
-    codes       smallest and largest code
-    symmetric   0 is in the middle of the codes, and both signs have the same range; else the codes span all values and 0
-    eps         smallest scale; None: the smallest normal number of the dtype of `low`
+    low, high     smallest and largest value of each block
+    codes         smallest and largest code
+    symmetric     True: the zero point is the middle of the codes, and the scale maps the largest magnitude to half the range of
+                  the codes. False: the codes span the range from min(low, 0) to max(high, 0)
+    eps           smallest scale; None: the smallest normal number of the dtype of `low`
+    scale_dtype   dtype of the scales; None: the dtype of `low`
     """
     first, last = codes
     least = torch.finfo(low.dtype).smallest_normal if eps is None else eps
@@ -72,7 +76,8 @@ def choose_qparams_affine_with_min_max(
 
 
 def _divided(x: Tensor, by: float) -> Tensor:
-    """Return x divided by a number as a tensor: for a number, torch on a GPU multiplies by the reciprocal, with other bits."""
+    """Return x / by, computed with a tensor of `by`. If `by` is a Python number, torch on a GPU multiplies by the reciprocal,
+    which gives other bits."""
     return x / torch.full_like(x, by)
 
 
@@ -80,9 +85,9 @@ def quantize_affine(
     x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, codes: tuple[int, int],
     dtype: torch.dtype = torch.int8,
 ) -> Tensor:  # fmt: skip
-    """Return codes in the shape of x, in `dtype`: rounded to nearest even and clipped to the range of the codes.
+    """Return the codes of x, in the shape of x: round(x / scale) + zero_point, rounded to nearest even and clipped to `codes`.
 
-    Raises ValueError for a range outside of `dtype`.
+    Raises ValueError if `dtype` cannot represent all codes.
     """
     holds = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     if codes[0] < holds.min or codes[1] > holds.max:
@@ -96,14 +101,13 @@ def quantize_affine(
 def clipped_affine(
     x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, codes: tuple[int, int]
 ) -> Tensor:  # fmt: skip
-    """Return where `quantize_affine` clips, bool in the shape of x: true for values outside of the codes, and non-finite
-    values."""
+    """Return a bool mask in the shape of x: true for values that `quantize_affine` clips, and for NaN."""
     made = _rounded(x, block, scale, zero_point)
     return ((made >= codes[0]) & (made <= codes[1])).logical_not().reshape(x.shape)
 
 
 def _rounded(x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor) -> Tensor:
-    """Return codes before clipping, in the shape of `_blocked`."""
+    """Return the codes of x before clipping, in the shape of `_blocked(x)`."""
     inverse = 1.0 / _spread(scale, x, block)
     return torch.round(_blocked(x, block) * inverse) + _spread(zero_point, x, block)
 
@@ -111,6 +115,6 @@ def _rounded(x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor)
 def dequantize_affine(
     q: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the values of codes, in `dtype` and in the shape of the codes."""
+    """Return the values (q - zero_point) * scale, in `dtype` and in the shape of the codes q."""
     values = _blocked(q, block).to(dtype) - _spread(zero_point, q, block).to(dtype)
     return (values * _spread(scale, q, block)).reshape(q.shape).to(dtype)

@@ -2,11 +2,11 @@
 
     CustomRecipe(lambda role: CurrentScaling("e5m2" if role == "linear_grad_output" else "e4m3"))
 
-dlp calls `qfactory(role)` once per layer and role. If the function has a second parameter without default, or a second
-parameter named `layer` or `layer_name`, dlp calls `qfactory(role, layer)`. The function returns a quantizer for both
-orientations, an `Operand` (rowwise, columnwise), or None for high precision. A layer that is constructed explicitly has no name
-in a model yet: the function receives the name "linear", or "linear_0", "linear_1", ... for siblings. `dlp.set_recipe` passes
-the names in the model.
+The function `qfactory` is called as `qfactory(role)`, once for each layer and role. If it has a second parameter without
+default, or a second parameter named `layer` or `layer_name`, it is called as `qfactory(role, layer)`. It returns a quantizer
+for both orientations, an `Operand` (rowwise, columnwise), or None for high precision. A layer that is constructed explicitly
+has no name in a model yet: `layer` is "linear", or "linear_0", "linear_1", ... for siblings. `dlp.set_recipe` passes the names
+in the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dlp.quant.quantizer import KeepHighPrecision
 from dlp.quant.recipe import Operand, Recipe, both
 from dlp.quant.tensor import Format
 
-# x, w, dy; y, dx
+# roles of x, w, dy, y and dx
 ROLES = ("linear_input", "linear_weight", "linear_grad_output", "linear_output", "linear_grad_input")
 
 
@@ -30,19 +30,19 @@ class CustomRecipe:
     """Recipe whose quantizers are chosen by a function, for each layer and tensor.
 
     Args:
-        qfactory: `qfactory(role)` or `qfactory(role, layer)` returns a quantizer, an `Operand` of two quantizers, or None for
-            high precision. Roles are "linear_input", "linear_weight" and "linear_grad_output"; and "linear_output" and
-            "linear_grad_input", whose rounding is applied to y and dx.
+        qfactory: function `qfactory(role)` or `qfactory(role, layer)` that returns a quantizer, an `Operand` of two quantizers,
+            or None for high precision. The roles are "linear_input" (x), "linear_weight" (w) and "linear_grad_output" (dy), and
+            "linear_output" (y) and "linear_grad_input" (dx), which are cast and decoded.
         name: name in plans and checkpoints.
         fprop: options of the fprop GEMM.
         dgrad: options of the dgrad GEMM.
         wgrad: options of the wgrad GEMM.
-        amax_scope: "table": ranks agree on the amax of an operand that is gathered; "all": wherever tp shards a dimension that
-            a scale spans.
+        amax_scope: operands on whose amax tp ranks agree, if tp shards a dimension that a scale spans. "table": operands that
+            are gathered; "all": all operands.
         reduce_amax: with delayed scaling, ranks agree on amaxes at the step boundary.
 
     Raises:
-        ValueError: when the recipe is resolved, for two operands that one GEMM cannot multiply.
+        ValueError: when a layer gets its recipe (`for_layer`), for two operands that a GEMM cannot multiply.
 
     Examples:
         >>> from dlp.quant.fp8 import CurrentScaling
@@ -62,8 +62,8 @@ class CustomRecipe:
     reduce_amax: bool = True
 
     def for_layer(self, layer: str) -> Recipe:
-        """Return the recipe of one layer. Raises ValueError for a result that is no quantizer, and for operands that one GEMM
-        cannot multiply."""
+        """Return the recipe of the layer with this name. Raises ValueError if `qfactory` returns no quantizer, and for operands
+        that a GEMM cannot multiply."""
         x, w, dy, y, dx = (self._ask(role, layer) for role in ROLES)
         return Recipe(
             self.name, _operand(x), _operand(w), _operand(dy), self.fprop, self.dgrad, self.wgrad, self.amax_scope,
@@ -91,8 +91,8 @@ def _operand(answer: Any) -> Operand:
 
 
 def _takes_layer(qfactory: Callable[..., Any]) -> bool:
-    """Return whether `qfactory` takes the layer: a second positional parameter has no default, or is named layer or
-    layer_name."""
+    """Return whether `qfactory` takes the name of the layer: it has a second positional parameter, which has no default or is
+    named layer or layer_name."""
     _, *others = inspect.signature(qfactory).parameters.values()
     positional = [p for p in others if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return any(p.default is p.empty or p.name in ("layer", "layer_name") for p in positional[:1])

@@ -1,9 +1,9 @@
-"""Fake quantization: operands that hold the decoded values of another quantizer's codes, in high precision.
+"""Fake quantization: operands are cast by a quantizer and decoded again, and stored in high precision.
 
-Decoded values may be transposed for every format, so that the columnwise operand is the transposed rowwise operand: dgrad and
-wgrad read the same values as fprop. If the quantizer clips, the operand has a second part, a mask of clipped values. No
-gradient passes at clipped values; at other values the gradient passes straight through the rounding. Both parts are sharded
-alike, so that tp, token shards and FSDP need no further code.
+Decoded values may always be transposed, so that the columnwise operand is the transposed rowwise operand, and dgrad and wgrad
+read the same values as fprop. If the quantizer clips, the operand has a second part, a mask of clipped values. The gradient of
+clipped values is 0; for all other values the rounding is ignored in backward (straight-through estimator). Both parts are
+sharded in the same way, so that tp, token shards and FSDP need no special code.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dlp.quant.tensor import Format, HighPrecision, Part, QuantizedTensor, Shape
 
 @dataclass(frozen=True)
 class Decoded(HighPrecision):
-    """Format of values after a cast to the format `inner` and back, in the dtype of x; with `clips` also the mask `clipped`,
-    bool in the same shape."""
+    """Format of values that were cast to the format `inner` and decoded, in the dtype of x. With `clips`, a second part
+    `clipped` is the mask of clipped values, bool in the same shape."""
 
     inner: Format
     clips: bool = False
@@ -53,10 +53,11 @@ _format = cache(Decoded)
 
 @dataclass(frozen=True)
 class FakeQuantized(Wrapped):
-    """Quantizer that casts by `inner` and decodes to the dtype of x. Use the quantizer for both orientations of an operand.
+    """Quantizer that casts by `inner` and decodes the codes to the dtype of x. Both orientations of an operand must have the
+    same quantizer.
 
-    Rows with a partial last block are zero-padded. Raises ValueError for a quantizer with delayed scales, and for a rotated
-    format.
+    For the cast, x is zero-padded to complete blocks. Raises ValueError for an `inner` with delayed scales, or whose format has
+    a transform (`Format.basis`).
     """
 
     def __post_init__(self) -> None:
@@ -90,13 +91,13 @@ class FakeQuantized(Wrapped):
 
 
 def is_fake(recipe: Recipe) -> bool:
-    """Return whether a recipe has a fake-quantized operand."""
+    """Return whether a recipe has a `FakeQuantized` quantizer."""
     return any(isinstance(quantizer, FakeQuantized) for quantizer in recipe.quantizers())
 
 
 def deployed(recipe: Recipe) -> Recipe:
-    """Return the recipe whose forward a fake-quantized recipe imitates, with codes in place of decoded values; other recipes
-    are returned unchanged."""
+    """Return the recipe with the inner quantizers in place of `FakeQuantized`, whose fprop multiplies codes. A recipe without
+    fake quantization is returned unchanged."""
 
     def codes(quantizer: Quantizer) -> Quantizer:
         return quantizer.inner if isinstance(quantizer, FakeQuantized) else quantizer

@@ -1,7 +1,7 @@
-"""Per-tensor FP8: one fp32 scale per tensor, so that the payload may be transposed and gathered in either orientation.
+"""Per-tensor FP8: one fp32 scale per tensor, so that the codes may be transposed, and gathered in either orientation.
 
 Current scaling computes the scale from the amax of the tensor, which needs a read of the tensor before the cast. Delayed
-scaling computes the scale from the amaxes of earlier steps, and records the amax of this step in the read of the cast.
+scaling computes the scale from the amaxes of earlier steps; the cast also computes the amax of this step in the same read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ FORMATS = {element: Fp8Tensor(element) for element in ELEMENTS}
 
 
 class _TensorScaling:
-    """Casts with one scale per tensor: from the amax of the tensor if `needs_amax`, else the delayed scale of a slot."""
+    """Base of quantizers with one scale per tensor: from the amax of the tensor if `needs_amax`, else the delayed scale of a
+    slot."""
 
     element: str
     power_of_two: bool = False
@@ -79,7 +80,8 @@ class _TensorScaling:
         return FORMATS[self.element]
 
     def _source(self, amax: Tensor | None, slot: ScaleSlot | None) -> ops.Fp8Scale:
-        """Return the source of the scale. With a slot, the cast raises the staging of the slot to max |x|."""
+        """Return the `Fp8Scale` of a cast: the amax, or the scale of the slot. With a slot, the cast also raises `slot.staging`
+        to max |x|."""
         if self.needs_amax:
             assert amax is not None, "current scaling casts with an observed amax"
             return ops.Fp8Scale(amax, None, None, self.power_of_two, self.epsilon)
@@ -119,7 +121,12 @@ class _TensorScaling:
 
 @dataclass(frozen=True)
 class CurrentScaling(_TensorScaling):
-    """Quantizer with one scale per tensor, from the agreed amax of the tensor: q = enc(fl(x * scale))."""
+    """Quantizer with one scale per tensor, from the agreed amax of the tensor: code = round to FP8 of fp32 x * scale.
+
+    element        "e4m3" or "e5m2"
+    power_of_two   round the scale down to a power of two
+    epsilon        smallest amax; a smaller amax is replaced by epsilon
+    """
 
     element: str = "e4m3"
     power_of_two: bool = False
@@ -140,10 +147,11 @@ class CurrentScaling(_TensorScaling):
 
 @dataclass(frozen=True)
 class DelayedScaling(_TensorScaling):
-    """Quantizer with a delayed scale per tensor: q = enc(fl(x * slot.scale)); the cast raises slot.staging to max |x|.
+    """Quantizer with one delayed scale per tensor: code = round to FP8 of fp32 x * slot.scale. The cast raises `slot.staging`
+    to max |x|.
 
-    Ranks agree on nothing before the cast, because all ranks of the amax group have the same slots. `margin`,
-    `amax_history_len` and `amax_compute_algo` are members of `SlotOptions`.
+    Ranks need no agreement before a cast, because all ranks of the amax group have the same scale. `element`: "e4m3" or "e5m2".
+    `margin`, `amax_history_len`, `amax_compute_algo`: see `SlotOptions`.
     """
 
     element: str = "e4m3"
@@ -153,7 +161,7 @@ class DelayedScaling(_TensorScaling):
     needs_amax = False
 
     def __post_init__(self) -> None:
-        _ = self.caps  # raises for wrong options at construction
+        _ = self.caps  # raises ValueError for wrong options at construction
 
     @cached_property
     def caps(self) -> QuantizerCaps:
@@ -171,10 +179,11 @@ class DelayedScaling(_TensorScaling):
 
 
 def unchanged(window: Tensor) -> Tensor:
-    """Return zero amaxes: the algorithm of a static scale, which no amax changes."""
+    """Return zero amaxes. As `amax_compute_algo` of a static scale: an amax of 0 does not change the scale."""
     return torch.zeros_like(window[0])
 
 
 def static(element: str = "e4m3") -> DelayedScaling:
-    """Return a quantizer with one static scale per tensor, which is set once in the slot."""
+    """Return a quantizer with one static scale per tensor: the caller sets the scale of the slot once, and no update changes
+    it."""
     return DelayedScaling(element, amax_history_len=1, amax_compute_algo=unchanged)

@@ -1,6 +1,7 @@
 """Block FP8: one fp32 scale per 128 elements of the contraction, or per 128x128 tile (arXiv 2412.19437).
 
-By default scales are rounded down to powers of two, so that decoded values are exact in bf16. Edge blocks may be partial.
+By default scales are rounded down to powers of two, so that decoded values are exact in bf16. The last block of a dimension may
+be partial.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
 class Fp8Block(Fp8Blocks):
     """Format of FP8 codes [rows, contraction] and compact fp32 `scale_inv` [rows or ceil(rows/128), ceil(contraction/128)].
 
-    tile           one scale per 128x128 tile instead of 1x128 block
-    power_of_two   all scales are powers of two
+    element        "e4m3" or "e5m2"
+    tile           one scale per 128x128 tile; else per 1x128 block
+    power_of_two   whether all scales are powers of two
     """
 
     power_of_two: bool = True
@@ -68,7 +70,13 @@ _format = cache(Fp8Block)
 
 @dataclass(frozen=True)
 class BlockScaling:
-    """Quantizer with one scale per block, from the amax of the block: q = enc(fl(x * scale)). Ranks agree on nothing."""
+    """Quantizer with one scale per block, from the amax of the block: code = round to FP8 of fp32 x * scale. Ranks need no
+    agreement.
+
+    element, tile   see `Fp8Block`
+    power_of_two    round scales down to powers of two
+    epsilon         smallest amax; a smaller amax is replaced by epsilon
+    """
 
     element: str = "e4m3"
     tile: bool = False

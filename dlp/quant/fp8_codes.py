@@ -1,4 +1,4 @@
-"""Base classes of formats with FP8 codes: element types, and blocks with one scale each."""
+"""Base classes of formats with FP8 codes: `Fp8Codes`, and `Fp8Blocks` for formats with block scales."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ PartsByElement = Mapping[str, tuple[Part, ...]]
 
 
 def codes_and(scale: Part) -> PartsByElement:
-    """Return the parts of a format: FP8 codes [rows, contraction] and this scale."""
+    """Return the parts of a format for each element type: FP8 codes [rows, contraction], and the part `scale`."""
     return {element: (Part("codes", dtype, rows=0, contraction=1), scale) for element, dtype in ELEMENTS.items()}
 
 
 @dataclass(frozen=True)
 class Fp8Codes(Format):
-    """Base of formats with FP8 codes [rows, contraction] and a scale, which the subclass defines."""
+    """Base of formats with FP8 codes [rows, contraction] and one tensor of scales.
+
+    element   "e4m3" or "e5m2"
+    KIND      beginning of the name of the format; defined by the subclass
+    PARTS     element type -> parts; defined by the subclass, with `codes_and`
+    """
 
     element: str = "e4m3"
     KIND: ClassVar[str]
@@ -45,10 +50,10 @@ class Fp8Codes(Format):
 
 @dataclass(frozen=True)
 class Fp8Blocks(Fp8Codes):
-    """Base of formats with one scale per SIZE elements of the contraction, or per SIZE x SIZE elements (`tile`).
+    """Base of formats with one scale per 1 x SIZE block, or with `tile` per SIZE x SIZE tile.
 
-    Tiles may be transposed. For blocks of one row, the columnwise operand is quantized from the high-precision tensor a second
-    time.
+    With `tile`, codes and scales may be transposed. Otherwise the columnwise operand is quantized from the high-precision
+    tensor a second time.
     """
 
     tile: bool = False

@@ -1,7 +1,7 @@
-"""Rowwise FP8: one fp32 scale per row of the operand, that is, per contraction.
+"""Rowwise FP8: one fp32 scale per row of an operand [rows, contraction].
 
 The columnwise operand is quantized from the high-precision tensor a second time. If the contraction is sharded over ranks and
-the shards are gathered, ranks agree on the vector of row amaxes.
+the shards are gathered, ranks agree on the amaxes of the rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,13 @@ _format = cache(Fp8Rowwise)
 
 @dataclass(frozen=True)
 class RowwiseScaling:
-    """Quantizer with one scale per row, from the agreed amax of the row: q = enc(fl(x * scale)). A zero row has scale 1."""
+    """Quantizer with one scale per row, from the agreed amax of the row: code = round to FP8 of fp32 x * scale. A row of zeros
+    has scale 1.
+
+    element        "e4m3" or "e5m2"
+    power_of_two   round scales down to powers of two
+    epsilon        smallest amax; a smaller amax is replaced by epsilon
+    """
 
     element: str = "e4m3"
     power_of_two: bool = True

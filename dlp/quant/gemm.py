@@ -1,13 +1,13 @@
-"""GEMM as a value, and look-up of the kernel in the kernel table.
+"""`Gemm`, a GEMM of quantized operands, and the look-up of its kernel in the kernel table.
 
     D [rows, N] = alpha A [rows, C] @ B [N, C].T (+ bias, + accumulate)       contraction last in both operands
 
-A `Gemm` holds all arguments except A, the token operand, so that a strategy may run the GEMM once, or in chunks of rows of A.
+A `Gemm` has all arguments except A, so that a strategy can call it once, or several times with chunks of rows of A.
 
-The kernel is looked up in `dlp.kernels.table` by the `gemm_kind` of both formats, once for each pair and device. A format with
-a method `gemm` runs this method. A pair without a row in the table decodes both operands. The status "native" means the
-device's own unit for the format, "emulated" means decoded values or the plain-torch reference, and "own" means the GEMM of a
-user's format. The device "cuda" is a GPU on which the kernels of dlp cannot be built: GEMMs run torch.
+The kernel is looked up in `dlp.kernels.table` by the `gemm_kind` of both formats, once for each pair of formats and device. If
+a format has a method `gemm`, this method runs. Pairs without an entry in the table decode both operands. Status of a GEMM:
+"native": the GEMM unit of the device reads the format; "emulated": decoded values, or the plain-torch reference; "own": the
+method `gemm` of a format. The device "cuda" is a GPU for which the kernels of dlp cannot be built: GEMMs run torch.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = [
 class GemmOptions:
     """Options of a recipe for one GEMM.
 
-    fast_accumulation   sum FP8 products inside the tensor core only: faster, about 14 bits
+    fast_accumulation   sum FP8 products in the tensor core only, which is faster, with about 14 bits; else in fp32
     out_dtype           dtype of the result; None: the dtype of the activations
-    wire                codec of contributions if the result is summed over ranks (`dlp.parallel.linear.plan`)
+    wire                format in which ranks send contributions, if the result is summed over ranks: "hp", "bf16" or "fp8"
     tuned               run the algorithm that `dlp.kernels.tune` measured as the fastest, if measured
-    allow_reference     allow the plain-torch reference on a GPU
+    allow_reference     allow the slow plain-torch reference on a GPU, if there is no kernel
     """
 
     fast_accumulation: bool = False
@@ -62,16 +62,18 @@ class GemmOptions:
 
 @dataclass(frozen=True)
 class Gemm:
-    """GEMM D = alpha A @ B.T as a value; a call takes A [rows, C] and returns D.
+    """GEMM D = alpha A @ B.T (+ bias) without A. A call takes A [rows, C] and returns D.
 
-    which        fprop, dgrad or wgrad
-    b            operand B
+    which        "fprop", "dgrad" or "wgrad"
+    b            operand B [N, C]
     out_dtype    dtype of D
-    bias         vector that is added to each row of D
-    accumulate   fp32 or bf16 tensor to which D is added; the call returns this tensor
-    out          tensor of `out_dtype` for D; the call returns this tensor
-    sms          number of SMs, so that a collective can use the other SMs; 0: all
-    rounds       allow rounding the product to bf16 before the sum with a bf16 accumulator
+    bias         vector [N] that is added to each row of D; None: no bias
+    accumulate   fp32 or bf16 tensor to which D is added in place; the call returns this tensor. None: D is a new tensor
+    options      options of the recipe
+    sms          number of SMs that the kernel may use, so that a collective can use the other SMs; 0: all SMs
+    out          tensor of `out_dtype` into which D is written; the call returns this tensor. None: D is allocated
+    alpha        factor of the product
+    rounds       allow rounding the product to bf16 before it is added to a bf16 `accumulate`
     """
 
     which: str
@@ -101,8 +103,8 @@ class Gemm:
 
 @table.remembered
 def _launch_of(a: Format, b: Format, device: str) -> GemmLaunch | None:
-    """Return the cached launch of the kernel that multiplies operands of these formats on a device; None if a format
-    defines a method `gemm`."""
+    """Return the launch function of the kernel for operands of these formats on a device; None if a format has a method `gemm`.
+    Cached."""
     return None if own_gemm(a, b) is not None else table.gemm_kernels(a, b, device).bind(a, b)
 
 
@@ -113,7 +115,7 @@ def _takes_options(own: Callable[..., Tensor]) -> bool:
 
 
 def _own(gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    """Run the GEMM of a format."""
+    """Run the method `gemm` of a format. The method has no factor alpha, which is applied to its fp32 result."""
     own = own_gemm(a.format, gemm.b.format)
     assert own is not None
     finish: dict[str, Any] = {"out_dtype": gemm.out_dtype, "bias": gemm.bias, "accumulate": gemm.accumulate}
@@ -127,18 +129,19 @@ def _own(gemm: Gemm, a: QuantizedTensor) -> Tensor:
 
 
 def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:
-    """Return the dtype in which decoded operands are multiplied: bf16 if the formats `are_factored` and no operand is wider,
-    else fp32.
+    """Return the dtype in which a GEMM multiplies decoded operands: bf16 or fp32.
 
-    operands   format of each operand, and dtype of the payload
+    bf16 is exact if both formats factor into bf16 values and scales (`are_factored`), and no operand is in fp32.
+
+    operands   (format, dtype of the payload) of each operand
     """
     narrow = all(not fmt.keeps_source or payload == torch.bfloat16 for fmt, payload in operands)
     return torch.bfloat16 if narrow and are_factored(*[fmt for fmt, _ in operands]) else torch.float32
 
 
 def own_gemm(a: Format, b: Format) -> Callable[..., Tensor] | None:
-    """Return the method `gemm` of the format of A, or else of B. None without such a method, and if one operand is in high
-    precision: the other operand is then decoded."""
+    """Return the method `gemm` of the format `a`, or else of the format `b`. None if neither format has this method, or if one
+    operand is in high precision: then the other operand is decoded."""
     if a.keeps_source or b.keeps_source:
         return None
     return getattr(a, "gemm", None) or getattr(b, "gemm", None)
@@ -152,13 +155,12 @@ def support(a: Format, b: Format, device: str) -> GemmKernels:
 
 
 def kernel_name(a: Format, b: Format, device_type: str) -> str:
-    """Return the printed name of the kernel for operands of these formats on a device type, "cpu" or "cuda"."""
+    """Return the name, as printed in plans, of the kernel for operands of these formats. device_type: "cpu" or "cuda"."""
     return support(a, b, device_kind(device_type)).kernel
 
 
 def check_kernel(which: str, a: Format, b: Format, device_type: str, options: GemmOptions) -> None:
-    """Raise ValueError if only the plain-torch reference could run GEMM `which` on a GPU, and the options do not allow the
-    reference."""
+    """Raise ValueError if the GEMM `which` has no kernel on the GPU, and the options do not allow the plain-torch reference."""
     if device_type != "cpu" and not options.allow_reference and kernel_name(a, b, device_type) == REFERENCE:
         raise ValueError(
             f"{which}: {device_kind(device_type)} has no kernel for {a.name} x {b.name}, and the plain-torch reference is "
@@ -171,8 +173,7 @@ def check_pair(which: str, a: Format, b: Format) -> None:
     if a.basis != b.basis:
         raise ValueError(
             f"{which}: the operands have different transforms along the contraction ({a.name} x {b.name}); the transforms "
-            f"cancel "
-            f"only if both operands have the same transform with the same signs"
+            f"cancel only if they are equal: give both operands the same transform with the same signs"
         )
     if a.element == b.element == "e5m2":
         raise ValueError(f"{which}: no unit multiplies E5M2 by E5M2 ({a.name} x {b.name}); make one operand E4M3")

@@ -1,7 +1,7 @@
 """Integers of 2 to 8 bits: codes, and one scale per row or per group of the contraction, with or without a zero point.
 
-Casts compute `dlp.quant.affine` on x in fp32. Codes of fewer than 8 bits are stored without gaps: eight codes of 3 bits fill
-three bytes (`pack_bits`). Ranks agree on the scales of rows if the contraction is sharded, as for rowwise FP8; scales of
+Casts convert x to fp32 and use `dlp.quant.affine`. Codes of fewer than 8 bits are stored without gaps: eight codes of 3 bits
+fill three bytes (`pack_bits`). If the contraction is sharded, ranks agree on scales of rows, as for rowwise FP8; scales of
 groups need no agreement. A row or group with a non-finite value decodes to non-finite values.
 """
 
@@ -26,10 +26,12 @@ class Int(Format):
     """Format of integer codes [rows, contraction * bits / 8] with fp32 `scale_inv` [rows] or [rows, contraction / group], and
     an int8 `zero_point` of the same shape if not symmetric. Values are (code - zero_point) * scale_inv.
 
-    bits    2 to 8. Codes of 8 bits are int8, other codes are packed into bytes. GEMMs of int8 rows multiply codes, and fold
-            zero points into the integer sums; GEMMs of other codes decode, except for few tokens and int4 codes in groups of
-            32, 64, 128, ... on a GPU
-    group   number of elements that share a scale along the contraction; 0: the whole row
+    bits        2 to 8. Codes of 8 bits are stored as int8, other codes are packed into bytes
+    group       number of elements of the contraction that share a scale; 0: one scale per row
+    symmetric   no zero points
+
+    GEMMs of 8-bit codes with one scale per row multiply the codes, and subtract zero points in the integer sums. All other
+    GEMMs decode, with one exception: a GPU kernel for few tokens and 4-bit weights in groups of 32, 64, 128, ...
 
     Raises ValueError for other bits, and for a negative group.
     """
@@ -42,9 +44,7 @@ class Int(Format):
         if not 2 <= self.bits <= 8:
             raise ValueError(f"integers of {self.bits} bits are not supported: choose 2 to 8 bits")
         if self.group < 0:
-            raise ValueError(
-                f"a group has a positive number of codes; got {self.group}: choose a positive number, or 0 for whole rows"
-            )
+            raise ValueError(f"group must be a positive number of codes, or 0 for one scale per row; got {self.group}")
 
     @property
     def name(self) -> str:
@@ -117,23 +117,25 @@ class Int(Format):
 
 
 def _unit(bits: int) -> int:
-    """The smallest number of codes that fill complete bytes."""
+    """Return the smallest number of codes that fills complete bytes."""
     return 8 // gcd(bits, 8)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack int8 codes [rows, C] as `Int` stores them: codes of 8 bits are returned unchanged, else `pack_bits`."""
+    """Return int8 codes [rows, C] as `Int` stores them: codes of 8 bits unchanged, other codes packed by `pack_bits`."""
     return codes if bits == 8 else pack_bits(codes, bits)
 
 
 def unpack(stored: Tensor, bits: int) -> Tensor:
-    """Unpack stored codes of a multiple of the smallest number that fills complete bytes: the inverse of `pack`."""
+    """Return the int8 codes [rows, C] of codes that `Int` stores: the inverse of `pack`. Rows must fill complete bytes."""
     return stored if bits == 8 else unpack_bits(stored, bits, stored.shape[1] * 8 // bits)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Pack int8 codes [rows, C] into uint8 [rows, ceil(C * bits / 8)]: code i, as the difference to the smallest code, at bit
-    i * bits of the row, least significant bit first, without gaps. Unused bits are 0."""
+    """Pack int8 codes [rows, C] into uint8 [rows, ceil(C * bits / 8)].
+
+    The smallest code is subtracted from each code, and the result is stored from bit i * bits of the row on, least significant
+    bit first. Unused bits at the end of a row are 0."""
     unit, columns = _unit(bits), codes.shape[1]
     counted = F.pad(codes.to(torch.int16) - affine.code_range(bits)[0], (0, -columns % unit)).unflatten(1, (-1, unit))
     packed = counted.new_zeros(*counted.shape[:2], unit * bits // 8)
@@ -147,7 +149,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(stored: Tensor, bits: int, columns: int) -> Tensor:
-    """Unpack int8 codes [rows, columns]: the inverse of `pack_bits`."""
+    """Return the int8 codes [rows, columns] of packed bytes: the inverse of `pack_bits`."""
     unit = _unit(bits)
     bytes_ = (
         F.pad(stored, (0, -stored.shape[1] % (unit * bits // 8))).to(torch.int16).unflatten(1, (-1, unit * bits // 8))
@@ -166,16 +168,17 @@ _format = cache(Int)
 
 @dataclass(frozen=True)
 class IntScaling:
-    """Quantizer to integers with current scales: of rows, with agreed amaxes, or of groups, without agreement.
+    """Quantizer to integers with current scales. For one scale per row, ranks agree on the amaxes of rows; scales of groups
+    need no agreement.
 
     Args:
-        bits: bits of a code.
-        group: length of a group along the contraction; 0: complete rows.
-        symmetric: scale by the largest magnitude, with 0 in the middle of the codes; False: scale from the smallest to the
+        bits: number of bits of a code.
+        group: number of elements of the contraction that share a scale; 0: one scale per row.
+        symmetric: True: scales from the largest magnitude, without zero points. False: the codes span the smallest to the
             largest value, with a zero point.
-        narrow: do not use the smallest code, so that x and -x have opposite codes; False: the largest magnitude lies half
-            a code beyond the largest code, as in torchao.
-        epsilon: smallest scale_inv; 0: the smallest normal number.
+        narrow: do not use the smallest code, so that x and -x have opposite codes. False: the scale maps the largest magnitude
+            to half a code beyond the largest code, as in torchao.
+        epsilon: smallest scale_inv; 0: the smallest normal fp32 number.
 
     Raises:
         ValueError: for `narrow` without `symmetric`, and for bits or a group that the format does not support.
@@ -206,7 +209,7 @@ class IntScaling:
 
     @cached_property
     def codes(self) -> tuple[int, int]:
-        """Smallest and largest code of casts."""
+        """Smallest and largest code that casts use."""
         first, last = self.format.codes
         return first + self.narrow, last
 
@@ -218,7 +221,7 @@ class IntScaling:
         else:
             low, high = torch.aminmax(x, dim=1)
             reach = torch.stack([high, -low]).float()
-            reach = reach.nan_to_num(torch.inf, torch.inf, -torch.inf)  # a maximum over ranks would drop NaN
+            reach = reach.nan_to_num(torch.inf, torch.inf, -torch.inf)  # because a maximum over ranks may drop NaN
         return reach.amax(0) if self.symmetric else reach
 
     def cast(
@@ -233,7 +236,7 @@ class IntScaling:
         return self.format.fill(out, *[part.contiguous() for part in parts])  # x may be a transposed view
 
     def clipped(self, x: Tensor, amax: Tensor | None) -> Tensor:
-        """Return where the cast of x clips: bool [rows, contraction]."""
+        """Return the mask of values that the cast of x clips: bool [rows, contraction]."""
         x = x.float()
         return affine.clipped_affine(x, self.format.block, *self._chosen(x, amax), self.codes)
 

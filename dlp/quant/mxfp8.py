@@ -1,7 +1,7 @@
 """MXFP8: FP8 elements with one E8M0 scale per 32 elements of the contraction, or per 32x32 tile.
 
-Decoded values are exact in bf16. A columnwise operand is stored transposed, as for every format; the layout of scales for
-block-scaled tensor cores is computed right before the GEMM.
+Decoded values are exact in bf16. Columnwise operands are stored transposed, as in all formats. The layout of scales that
+block-scaled tensor cores read is computed right before the GEMM.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 
 @dataclass(frozen=True)
 class Mxfp8(Fp8Blocks):
-    """Format of FP8 codes [rows, contraction] and compact E8M0 bytes [rows or rows/32, contraction/32]. tile: 32x32 blocks.
+    """Format of FP8 codes [rows, contraction] and compact E8M0 scales, one byte each, [rows or rows/32, contraction/32].
 
-    The contraction is a multiple of 32, and for tiles also the number of rows.
+    element   "e4m3" or "e5m2"
+    tile      one scale per 32x32 tile; else per 1x32 block
+
+    The contraction must be a multiple of 32; with `tile` also the number of rows.
     """
 
     KIND = "mxfp8"
@@ -65,9 +68,11 @@ _format = cache(Mxfp8)
 
 @dataclass(frozen=True)
 class MxScaling:
-    """Quantizer with one power-of-two scale per block, from the amax of the block. Ranks agree on nothing.
+    """Quantizer with one power-of-two scale per block, from the amax of the block. Ranks need no agreement.
 
-    scale_rounding   "ceil": the smallest power of two without saturation; "floor": the rule of OCP MX v1.0
+    scale_rounding   "ceil": scale_inv is the smallest power of two without saturation; "floor": the rule of OCP MX v1.0, which
+                     may saturate
+    element, tile    see `Mxfp8`
 
     A cast raises ValueError for a matrix with partial blocks.
     """

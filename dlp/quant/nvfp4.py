@@ -1,8 +1,9 @@
 """NVFP4: packed E2M1 elements, one E4M3 scale per 16 elements (or 16x16 tile), one fp32 amax per tensor (arXiv 2509.25149).
 
-A Hadamard transform along the contraction, for both operands of wgrad, spreads outliers over 16 tokens. The transform is part
-of the format, because a GEMM may only combine operands with equal transforms. Stochastic rounding of dy keeps the gradient
-unbiased; the random bits depend on the position in the unsharded matrix, not on the rank.
+The recipe nvfp4 applies a Hadamard transform along the contraction (the tokens) to both operands of wgrad, which spreads
+outliers over 16 tokens. The transform is part of the format, because the two operands of a GEMM must have the same transform.
+Stochastic rounding of dy keeps the gradient unbiased; its random bits depend on the position of an element in the unsharded
+matrix, not on the rank.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ class Nvfp4(Format):
     """Format of packed E2M1 codes [rows, contraction/2], compact E4M3 scales [rows or rows/16, contraction/16] and fp32 `amax`
     [].
 
-    tile    16x16 blocks
-    rht     values are Hadamard-transformed in groups of 16 along the contraction
-    signs   bit i is set: the sign of element i of a group changes before the transform
+    tile    one scale per 16x16 tile; else per 1x16 block
+    rht     whether values are Hadamard-transformed in groups of 16 along the contraction
+    signs   16 bits; the sign of element i of a group is flipped before the transform if bit i is set
 
-    The contraction is a multiple of 16, and for tiles also the number of rows.
+    The contraction must be a multiple of 16; with `tile` also the number of rows.
     """
 
     tile: bool = False
@@ -107,15 +108,17 @@ _format = cache(Nvfp4)
 class Nvfp4Scaling:
     """Quantizer with block scales and an agreed amax of the tensor.
 
-    tile            16x16 blocks, for weights
-    rht             transform first, with `signs`; the amax is computed from the transformed values, and fp32 is rounded to bf16
-                    before the transform
-    stochastic      stochastic rounding; casts need `at`
-    four_over_six   each block takes one of two scales, with 6 or 4 as the largest code, by the smaller squared error; ties take
-                    6 (arXiv 2512.02010, `dlp.kernels.reference.nvfp4`). The stored amax contains the factor 448/256
+    tile            one scale per 16x16 tile, for weights; else per 1x16 block
+    rht             apply the Hadamard transform before the cast. The amax is computed from the transformed values; fp32 values
+                    are rounded to bf16 before the transform
+    signs           see `Nvfp4`
+    stochastic      round stochastically; casts need the argument `at`
+    four_over_six   choose for each block between two scales, which map the largest value to 6 or to 4, by the smaller squared
+                    error; 6 if the errors are equal (arXiv 2512.02010, `dlp.kernels.reference.nvfp4`). The stored amax contains
+                    the factor 448/256
 
     Raises ValueError for `four_over_six` with `stochastic`. A cast raises ValueError for a matrix with partial blocks, and for
-    stochastic rounding without an origin.
+    stochastic rounding without `at`.
     """
 
     tile: bool = False
@@ -129,19 +132,20 @@ class Nvfp4Scaling:
         if self.four_over_six and self.stochastic:
             raise ValueError(
                 "nvfp4: four_over_six needs rounding to nearest, because the smaller of two random errors would bias the "
-                "operand; "
-                "set four_over_six or stochastic, not both"
+                "operand; set four_over_six or stochastic, not both"
             )
 
     @cached_property
     def caps(self) -> QuantizerCaps:
-        """Kernels round tiles to nearest and do not transform tiles; the signs of the kernels are fixed."""
+        """Caps of the quantizer. Kernels support tiles only with rounding to nearest and without transform, and only
+        RHT_SIGNS."""
         plain = not self.rht and not self.stochastic
         kernel = (not self.rht or self.signs == RHT_SIGNS) and (plain or not self.tile)
         return QuantizerCaps(op="cast_nvfp4" if kernel else "", origin=self.stochastic, native=kernel)
 
     def pairs_with(self, columnwise: Quantizer) -> bool:
-        """Return whether `both` accepts this columnwise quantizer: one read may transform the columns, but not the rows."""
+        """Return whether `both` accepts this columnwise quantizer. Only the columnwise operand may have the Hadamard
+        transform."""
         return not self.rht and columnwise in ((self,) if self.tile else (self, replace(self, rht=True)))
 
     @cached_property
@@ -149,7 +153,7 @@ class Nvfp4Scaling:
         return _format(self.tile, self.rht, self.signs if self.rht else RHT_SIGNS)
 
     def values(self, x: Tensor) -> Tensor:
-        """Return the matrix that is quantized: x, or x transformed."""
+        """Return the matrix that a cast of x quantizes: x, or with `rht` the transformed x."""
         self.format.check((x.shape[0], x.shape[1]))
         return ops.rht16(x, self.signs) if self.rht else x
 

@@ -1,7 +1,7 @@
-"""Check of the options of a recipe against the annotations of the recipe's function.
+"""Check of the options of a recipe, which come from configuration files, against the annotations of the function `recipe`.
 
-The signature is the only list of options: names, defaults and allowed values, annotated as bool, int, float, str, Literal, a
-union of these, a function, a Sequence or a Mapping. Values come from configuration files.
+The signature of this function defines names, defaults and allowed values. Annotations may be bool, int, float, str, Literal,
+Callable, Sequence, Mapping, and unions of these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a te
 
 
 def check_option(name: str, value: Any, hint: Any) -> None:
-    """Raise ValueError, with the allowed values, for a value that does not fit the annotation `hint`."""
+    """Raise ValueError, with the allowed values, if a value does not fit the annotation `hint`. `name`: name of the option, for
+    the message."""
     if not _fits(value, hint):
         raise ValueError(f"{name} must be {_describe(hint)}; got {value!r}")
 

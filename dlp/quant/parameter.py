@@ -1,16 +1,21 @@
-"""QuantizedParameter: a quantized matrix as a tensor, for the weight of a plain `nn.Linear`.
+"""QuantizedParameter: a tensor subclass for a quantized matrix, for the weight of a plain `nn.Linear` or `nn.Embedding`.
 
-One class serves every format, because a format defines how each part is sliced, concatenated and gathered. A weight can be
-saved by `torch.save` and loaded with weights_only, sharded as a DTensor or by FSDP2, and compiled.
+One class supports all formats, because a format defines how each part is sliced, concatenated and gathered. A weight can be
+saved by `torch.save` and loaded with weights_only=True, sharded as a DTensor or by FSDP2, and compiled. Implementation of
+operations:
 
-    embedding                  decodes the rows that are looked up
-    linear, mm, addmm          one opaque op, `dlp::quantized_linear`: cast x by `activation`, then run the GEMM of both formats
-    operations on the parts    detach, clone, copies to devices, t, slice, narrow, split, cat, views of the same shape,
-    all_gather,
-                               scatter, broadcast
-    other operations           run on decoded values, with one warning per operation
+    embedding                    decodes only the rows that are looked up
+    linear, mm, addmm            one custom op, `dlp::quantized_linear`: cast x by `activation`, then run the GEMM of both
+                                 formats
+    detach, clone, to(device),   run on each part
+    t, slice, narrow, split,
+    cat, view (same shape),
+    all_gather, scatter,
+    broadcast
+    other operations             run on decoded values, with one warning per operation
 
-Values are read-only: operations that write to the tensor raise, except for a copy from another tensor of the same format.
+Values are read-only: operations that write to the tensor raise ValueError, except for a copy from a QuantizedParameter of the
+same format.
 """
 
 from __future__ import annotations
@@ -43,15 +48,17 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 class QuantizedParameter(Tensor):
-    """Quantized matrix as a tensor that reads as decoded values, or as their transpose.
+    """Tensor subclass of a quantized matrix. Operations see the decoded values, or with `turned` their transpose.
 
     Args:
         q: the quantized matrix.
         dtype: dtype of decoded values.
-        use: forward pass of linears with this weight; None: GEMMs read decoded values.
-        x_scale: static scale of x: the multiplier of per-tensor FP8, else the range of `dlp.quant.static`.
-        turned: read as the transpose.
-        shape: shape of decoded values, where the quantized matrix is padded.
+        use: format of the weight, and quantizer of x and GEMM options of linears with this weight; None: the format of `q`, and
+            x stays in high precision.
+        x_scale: for a static quantizer of x: the scale of per-tensor FP8, else the range (`dlp.quant.static`); None: x has no
+            static quantizer.
+        turned: whether this tensor is the transpose of the matrix.
+        shape: shape of this tensor; None: the shape of the matrix (without padding), or with `turned` of its transpose.
 
     Shape:
         - decoded values: [N, K], or [K, N] if `turned`
@@ -83,7 +90,7 @@ class QuantizedParameter(Tensor):
         self, q: QuantizedTensor, dtype: torch.dtype, use: Use | None = None, x_scale: Tensor | None = None,
         turned: bool = False, shape: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        """Store the parts. See the class for the arguments."""
+        """Store the parts as attributes. The class describes the arguments."""
         self.use = use or Use(q.format)
         self.part_names = tuple(f"part_{part.name}" for part in q.format.parts)
         for name, part in zip(self.part_names, q.parts, strict=True):
@@ -95,18 +102,19 @@ class QuantizedParameter(Tensor):
         cls, values: Tensor, quantizer: Quantizer, activation: Quantizer | None = None, *,
         x_scale: Tensor | None = None, options: GemmOptions = PLAIN,
     ) -> QuantizedParameter:  # fmt: skip
-        """Quantize w [N, K].
+        """Return the QuantizedParameter of w [N, K].
 
         Args:
-            values: w. A matrix with partial blocks is zero-padded, as in training; the parameter has the shape of w.
+            values: w. If w has partial blocks, a zero-padded copy is quantized, as in training; the parameter has the shape of
+                w.
             quantizer: quantizer of w.
             activation: quantizer of x; None: x stays in high precision.
             x_scale: scale or range of a static quantizer of x, fp32 [] or [2].
             options: options of the GEMM.
 
         Raises:
-            ValueError: for w that is no matrix of floats, for delayed scales of w, and for a static quantizer of x without
-                `x_scale`.
+            ValueError: if w is no matrix of floats, if `quantizer` has delayed scales, or if the quantizer of x is static and
+                `x_scale` is missing.
         """
         if caps_of(quantizer).slot is not None:
             raise ValueError(
@@ -127,7 +135,7 @@ class QuantizedParameter(Tensor):
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """Quantized operand [N, K]."""
+        """The quantized matrix [N, K], not transposed."""
         return QuantizedTensor(self.use.format, self.parts)
 
     @property
@@ -140,7 +148,8 @@ class QuantizedParameter(Tensor):
         return self.parts if self.x_scale is None else (*self.parts, self.x_scale)
 
     def share_memory_(self) -> QuantizedParameter:
-        """Move the parts to shared memory. torch's method would crash, because this tensor has no storage."""
+        """Move the plain tensors of this parameter to shared memory. The method of torch would crash, because this tensor has
+        no storage."""
         for each in self.inside:
             each.share_memory_()
         return self
@@ -149,7 +158,8 @@ class QuantizedParameter(Tensor):
         return all(each.is_shared() for each in self.inside)
 
     def like(self, parts: Sequence[Tensor], **changes: Any) -> QuantizedParameter:
-        """Return a QuantizedParameter with other parts and the same format and use."""
+        """Return a QuantizedParameter with these parts and the same `use`. `changes`: other arguments of the constructor that
+        change; `shape` is not inherited."""
         kept: dict[str, Any] = {
             "dtype": self.dtype,
             "use": self.use,
@@ -159,12 +169,12 @@ class QuantizedParameter(Tensor):
         return QuantizedParameter(QuantizedTensor(self.use.format, tuple(parts)), **kept)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the decoded values in the shape of this parameter."""
+        """Return the decoded values in the shape of this parameter. `dtype` None: the dtype of this parameter."""
         made = decoded(list(self.parts), dtype or self.dtype, number_of(self.use))
         return (made.t() if self.turned else made).reshape(self.shape)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return y [..., N] of x [..., K], in the dtype of x, or in the dtype of torch.autocast."""
+        """Return y = x w^T + bias [..., N] for x [..., K], in the dtype of x, or of torch.autocast if it is on."""
         if autocasts(x):
             with torch.autocast(x.device.type, enabled=False):
                 return self.linear(x.to(torch.get_autocast_dtype(x.device.type)), bias)
@@ -193,12 +203,13 @@ class QuantizedParameter(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the parts to gather. Raises ValueError, on all ranks, for rows that FSDP cannot shard evenly."""
+        """Return the parts that FSDP gathers. Raises ValueError, on all ranks, if the number of ranks does not divide the
+        rows."""
         if outer_size[0] % mesh.size():
             raise ValueError(
                 f"a quantized weight {tuple(outer_size)} has {outer_size[0]} rows, which FSDP cannot shard evenly over "
-                f"{mesh.size()} "
-                f"ranks: exclude the layer (filter_fn of dlp.quantize_), or shard over a number of ranks that divides the rows"
+                f"{mesh.size()} ranks: exclude the layer (filter_fn of dlp.quantize_), or shard over a number of ranks that "
+                f"divides the rows"
             )
         moving = [
             _bytes(p) for p, part in zip(self.parts, self.use.format.parts, strict=True) if part.rows is not SHARED
@@ -238,25 +249,26 @@ class QuantizedParameter(Tensor):
 
 
 def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
-    """Return the arguments of F.linear, which may be positional or keywords."""
+    """Return the arguments of a call of F.linear as (x, weight, bias). Parameters have the names of F.linear, for keywords."""
     return input, weight, bias
 
 
 def _bytes(part: Tensor) -> Tensor:
-    """Return the part in contiguous memory for a transfer. FP8 codes are viewed as bytes, since gloo sends no FP8."""
+    """Return a contiguous part for a transfer. Parts with one-byte elements are viewed as uint8, since gloo has no FP8."""
     part = part.contiguous()
     return as_bytes(part) if part.dtype.itemsize == 1 else part
 
 
 def _spelled(value: Any) -> Any:
-    """Return a format, quantizer or use as class and fields, without cached values."""
+    """Return a format, quantizer or `Use` as (class, {field: value}) for pickling, without cached values; other values are
+    returned unchanged."""
     if not is_dataclass(value):
         return value
     return type(value), {each.name: _spelled(getattr(value, each.name)) for each in fields(value) if each.init}
 
 
 def _read(value: Any) -> Any:
-    """The inverse of `_spelled`."""
+    """Return the object that `_spelled` converted: the inverse of `_spelled`."""
     if not (isinstance(value, tuple) and value and isinstance(value[0], type)):
         return value
     kind, given = value
@@ -272,7 +284,8 @@ def _rebuild(
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation writes to; for c10d, whose schemas omit this, by the name of the operation."""
+    """Return the arguments that an operation writes to. The schemas of c10d do not mark them: there it is the first argument,
+    if the name of the operation ends with "_"."""
     if func.namespace == "c10d":
         return [args[0]] if func._schema.name.endswith("_") else []
     given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
@@ -280,7 +293,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [given[name] for name in into if name in given]
 
 
-_TOLD: set[Any] = set()
+_TOLD: set[Any] = set()  # operations for which the warning has been logged
 
 
 def _decode_and_run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -302,7 +315,8 @@ OPS: dict[Any, Run] = {}
 
 
 def _runs(*funcs: Any) -> Callable[[Run], Run]:
-    """Decorator of the implementation of these operations, which returns NotImplemented to run on decoded values."""
+    """Decorator that registers a function as the implementation of these operations. If the function returns NotImplemented,
+    the operation runs on decoded values."""
 
     def enter(run: Run) -> Run:
         OPS.update({func: partial(run, func) for func in funcs})
@@ -312,7 +326,7 @@ def _runs(*funcs: Any) -> Callable[[Run], Run]:
 
 
 @_runs(aten.detach.default, aten.alias.default, aten.contiguous.default, c10d.wait_tensor.default)
-# Not in torch 2.11
+# torch 2.11 does not have this operation
 @_runs(*(getattr(c10d, name).default for name in ("_wrap_tensor_autograd",) if hasattr(c10d, name)))
 def _each_part(func: Any, w: QuantizedParameter, **kwargs: Any) -> QuantizedParameter:
     return w.like([func(part) for part in w.parts], shape=_flat(w))
@@ -335,7 +349,7 @@ def _flat(w: QuantizedParameter) -> tuple[int, ...] | None:
 
 @_runs(aten._to_copy.default)
 def _to_copy(func: Any, w: QuantizedParameter, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """Copy to a device; a dtype only changes the dtype of decoded values."""
+    """Copy to a device. `dtype` changes only the dtype of decoded values, not the codes."""
     scale = None if w.x_scale is None else func(w.x_scale, device=device)
     return w.like(
         [func(part, device=device) for part in w.parts], dtype=dtype or w.dtype, x_scale=scale, shape=_flat(w)
@@ -361,7 +375,7 @@ def _view(func: Any, w: QuantizedParameter, size: Sequence[int], stride: Any = N
 
 @_runs(aten.slice.Tensor)
 def _slice(func: Any, w: QuantizedParameter, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    if w.dim() == 1:  # flat views of FSDP2 cover complete shards
+    if w.dim() == 1:  # FSDP2 slices flat views, and only over their full length
         return w.like(w.parts, shape=_flat(w)) if (end or w.numel()) >= w.numel() and not start else NotImplemented
     size = w.shape[dim]
     first, last = slice(start, end).indices(size)[:2]
@@ -428,7 +442,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
-    """Return concatenated parts; FP8 codes are concatenated as bytes, which every device supports."""
+    """Concatenate parts along a dimension. FP8 codes are concatenated as bytes, since not all devices concatenate FP8."""
     assert along is not None
     if given[0].dtype.itemsize == 1 and given[0].is_floating_point():
         return torch.cat([each.view(torch.uint8) for each in given], along).view(given[0].dtype)
@@ -437,8 +451,8 @@ def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
 
 @_runs(c10d.all_gather_into_tensor.default)
 def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
-    """All-gather along the first dimension. Shared parts must be equal on all ranks, by `amax_scope` or because one weight was
-    sharded."""
+    """All-gather along the first dimension. SHARED parts must be equal on all ranks: ranks have agreed on amaxes
+    (`amax_scope`), or the shards were cut from one quantized weight."""
     if w.use.shape:
         return NotImplemented
     cut, fmt = int(w.turned), w.use.format
@@ -458,7 +472,7 @@ def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
 
 @_runs(torch.ops.c10d.scatter_.default)
 def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], group: Any, root: int, *_: Any) -> Any:
-    """Scatter shards, for `distribute_tensor` and `parallelize_module`."""
+    """Scatter shards to ranks, as `distribute_tensor` and `parallelize_module` do."""
     if not _alike([*outputs, *[each for given in inputs for each in given]]):
         return NotImplemented
     return _by_part(
@@ -472,7 +486,8 @@ def _broadcast(func: Any, tensors: list[Any], group: Any, root: int, at: int, *_
 
 
 def _alike(given: Sequence[Any]) -> bool:
-    """Return whether all tensors have the same format and orientation, so that an operation can run part by part."""
+    """Return whether all tensors are QuantizedParameters with equal `use` and `turned`, all with or all without a scale of x,
+    so that an operation can run part by part."""
     kinds = {(w.use, w.turned, w.x_scale is None) if isinstance(w, QuantizedParameter) else None for w in given}
     return len(kinds) == 1 and None not in kinds
 
@@ -482,8 +497,11 @@ def _sent(w: QuantizedParameter, i: int) -> Tensor:
 
 
 def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[QuantizedParameter]) -> tuple[Any, Any]:
-    """Run a collective for each plain tensor of the output. Collectives are asynchronous and waited for: NCCL returns no work
-    for others, and torch 2.11 ends the process where Python asks such an operator for its work."""
+    """Run a collective for each plain tensor of the output, and wait for it. `collective`: function of the index of the plain
+    tensor and the tensor.
+
+    The collectives are asynchronous: for a synchronous collective NCCL returns no work, and torch 2.11 crashes when Python asks
+    for the missing work."""
     (w,) = into
     for i, part in enumerate(w.inside):
         mine = _sent(w, i)
@@ -496,7 +514,8 @@ def _by_part(collective: Callable[[int, Tensor], tuple[Any, Any]], into: list[Qu
 
 @_runs(aten.copy_.default)
 def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
-    """Copy the parts and the scale of x from a parameter with the same format, shape and use."""
+    """Copy the parts and the scale of x from a QuantizedParameter. Raises ValueError if format, shape or orientation differ, or
+    if only one parameter has a scale of x."""
     if not (isinstance(w, QuantizedParameter) and isinstance(other, QuantizedParameter)):
         return NotImplemented
     differs = {
@@ -518,8 +537,8 @@ def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
 
 @_runs(aten.empty_like.default, aten.zeros_like.default, aten.new_zeros.default, aten.new_empty.default)
 def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """Allocate parts of this shape, or of another number of complete blocks of rows, as FSDP2 needs for padded shards; the
-    scale of x is copied."""
+    """Allocate a QuantizedParameter of the same shape, or with another number of rows that consists of complete blocks, as
+    FSDP2 needs for padded shards. The scale of x is copied."""
     shape: Any = tuple(size[0]) if size else tuple(w.shape)
     fmt, same = w.use.format, shape == tuple(w.shape)
     rows = w.dim() == len(shape) == 2 and shape[1] == w.shape[1] and fmt.concatenates(int(w.turned), shape[0])
@@ -537,7 +556,7 @@ def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, devi
 
 @_runs(aten.embedding.default)
 def _embedding(func: Any, w: Any, indices: Tensor, *how: Any) -> Any:
-    """Look up rows, and decode only these rows. Formats whose scales span several rows decode the whole table."""
+    """Look up rows, and decode only these rows. For formats whose scales span several rows, the full table is decoded."""
     if not isinstance(w, QuantizedParameter) or w.turned or w.use.shape:
         return NotImplemented
     fmt, rows = w.use.format, indices.reshape(-1)

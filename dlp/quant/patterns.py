@@ -2,13 +2,13 @@
 
 A pattern consists of dotted components, from the root of the model:
 
-    *         one component; inside a component as in a shell: q_*, layer?, [qk]_proj
-    **        any number of components, including zero
-    {a,b}     alternatives, anywhere: {q,k,v}_proj, layers.{0,-1}.**
+    *              any one component; inside a component, shell wildcards: q_*, layer?, [qk]_proj
+    **             any number of components, including zero
+    {a,b}          alternatives, at any position: {q,k,v}_proj, layers.{0,-1}.**
     -1  2:5  -8:   a child, or a slice of children, of the container (ModuleList, Sequential) at this position
 
-Regular expressions are no alternative: expressions cannot count from the end of a container, dots need escapes, and a pattern
-that is right for 4 layers is silently wrong for 40 layers.
+Regular expressions are not used: they cannot count from the end of a container, dots need escapes, and an expression that is
+right for 4 layers may silently be wrong for 40 layers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _INDEX = re.compile(r"-?\d+|(-?\d+)?:(-?\d+)?")
 def match_names(names: Iterable[str], lengths: Mapping[str, int], pattern: str, prefix: str = "") -> list[str]:
     """Return the names that `pattern` matches, in order. Raises ValueError for a malformed pattern.
 
+    names    dotted names of layers
     lengths  dotted name of each container (ModuleList, Sequential; "" is the model) -> number of children
-    prefix   Hugging Face's `base_model_prefix`: a name also matches without the prefix
+    prefix   Hugging Face's `base_model_prefix`, or "": a name also matches if it matches without the prefix
     """
     alternatives = parse(pattern)
     return [
@@ -43,8 +44,9 @@ def match_names(names: Iterable[str], lengths: Mapping[str, int], pattern: str, 
 def must_match(
     names: Sequence[str], lengths: Mapping[str, int], pattern: str, prefix: str = "", *, asked_by: str
 ) -> list[str]:
-    """Return `match_names`. Raises ValueError with the nearest names if no name matches; `asked_by` is the beginning of the
-    message."""
+    """Return the names that `pattern` matches, as `match_names`. Raises ValueError, with the nearest names, if no name matches.
+
+    asked_by   beginning of the message: the setting or function that has the pattern"""
     found = match_names(names, lengths, pattern, prefix)
     if not found:
         near = ", ".join(map(repr, _nearest(pattern, names, prefix))) or "none, the model has no layer to match"
@@ -55,7 +57,8 @@ def must_match(
 
 
 def parse(pattern: str) -> list[list[str]]:
-    """Return the components of each alternative of `pattern`. Raises ValueError for a malformed pattern."""
+    """Return the alternatives of `pattern` without braces, each as a list of components. Raises ValueError for a malformed
+    pattern."""
     alternatives = [expanded.split(".") for expanded in _expand(pattern)]
     for component in (component for alternative in alternatives for component in alternative):
         if not component:
@@ -82,7 +85,8 @@ def _starts(name: str, prefix: str) -> list[int]:
 
 
 def _matches(parts: Sequence[str], at: int, pattern: Sequence[str], lengths: Mapping[str, int]) -> bool:
-    """Return whether `pattern` matches exactly parts[at:]; parts[:at] is the path of the container for indices."""
+    """Return whether the components `pattern` match all of parts[at:]. parts[:at] is the path of the container to which an
+    index in `pattern` refers."""
     if not pattern:
         return at == len(parts)
     head, rest = pattern[0], pattern[1:]
@@ -101,7 +105,8 @@ def _component_matches(parts: Sequence[str], at: int, head: str, lengths: Mappin
 
 
 def _indices(index: str, length: int) -> Sequence[int]:
-    """Return the children that `0`, `-1`, `2:5` or `-8:` selects in a container of `length`, by Python's rules."""
+    """Return the indices of the children that `0`, `-1`, `2:5` or `-8:` selects in a container with `length` children, by
+    Python's rules."""
     if ":" in index:
         start, stop = (int(bound) if bound else None for bound in index.split(":"))
         return range(length)[start:stop]
@@ -109,7 +114,7 @@ def _indices(index: str, length: int) -> Sequence[int]:
 
 
 def _nearest(pattern: str, names: Sequence[str], prefix: str) -> list[str]:
-    """Return up to three names that resemble `pattern`; names that differ only in indices count once."""
+    """Return up to three names that resemble `pattern`. Of names that differ only in indices, only the first is returned."""
 
     def shape(name: str) -> str:
         dropped = name.removeprefix(prefix + ".") if prefix else name
@@ -120,7 +125,8 @@ def _nearest(pattern: str, names: Sequence[str], prefix: str) -> list[str]:
 
 
 def _ranges(pattern: str, lengths: Mapping[str, int]) -> str:
-    """Return the index ranges of containers if `pattern` uses an index, which is then the most likely mistake."""
+    """Return text for the message: the index range of each container, if `pattern` has an index, which is then the most likely
+    mistake; else ""."""
     if not any(_INDEX.fullmatch(component) for alternative in parse(pattern) for component in alternative):
         return ""
     return "".join(

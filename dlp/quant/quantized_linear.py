@@ -1,9 +1,10 @@
-"""Opaque ops of a quantized weight, which torch.compile and autograd see as one call each.
+"""Custom ops of a quantized weight, which torch.compile and autograd do not look into.
 
     dlp::quantized_linear   x [..., K], w [N, K] -> y [..., N]: cast x, then run the GEMM of both formats
     dlp::decoded            decoded values of w, for dgrad and for operations without quantized implementation
 
-An op takes tensors and numbers. A `Use`, which describes the forward pass of a weight, is therefore passed as a number.
+An op takes only tensors and plain values. A `Use`, which describes how a weight is used, is therefore passed as a number
+(`number_of`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _HP, PLAIN = HighPrecision(), GemmOptions()
 
 @dataclass(frozen=True)
 class Use:
-    """Description of the forward pass of a weight.
+    """Description of a quantized weight and of the forward of linears with this weight.
 
     format      format of the weight
     activation  quantizer of x; None: x stays in high precision
@@ -44,11 +45,12 @@ class Use:
         return self.shape or (rows, self.format.elements(columns))
 
 
-_NUMBERS: dict[Use, int] = {}  # argument of the opaque ops
-_USES: list[Use] = []
+_NUMBERS: dict[Use, int] = {}  # number of each Use, the argument `use` of the ops
+_USES: list[Use] = []  # inverse of _NUMBERS
 
 
 def number_of(use: Use) -> int:
+    """Return the number of a `Use`, which stays the same in this process."""
     if use not in _NUMBERS:
         _NUMBERS[use] = len(_USES)
         _USES.append(use)
@@ -59,8 +61,12 @@ def number_of(use: Use) -> int:
 def quantized_linear(
     x: Tensor, parts: list[Tensor], x_scale: Tensor | None, bias: Tensor | None, use: int
 ) -> Tensor:  # fmt: skip
-    """Return y [..., N] in the dtype of x, of x [..., K], the parts of w [N, K], and b [N]. `x_scale`: the slot of a static
-    cast of x, fp32 [] or [2]."""
+    """Return y = x w^T + bias [..., N], in the dtype of x, for x [..., K].
+
+    parts     parts of the quantized w [N, K]
+    x_scale   scale or range of a static quantizer of x, fp32 [] or [2]; None if the quantizer of x is not static
+    bias      [N], or None
+    use       number of the `Use` of w"""
     how, rows = _USES[use], x.reshape(x.shape[:-1].numel(), x.shape[-1])
     w, features = how.format.wrap(parts), _out_features(x, parts, use)
     if how.shape is not None:
@@ -76,8 +82,8 @@ def quantized_linear(
 
 
 def _out_features(x: Tensor, parts: Sequence[Tensor], use: int) -> int:
-    """Return N of a weight [N, K]. Raises ValueError for x with another number of features than K, and for dtypes of x other
-    than floats of at least 2 bytes."""
+    """Return N of a weight [N, K]. Raises ValueError if the last dimension of x is not K, or if x is not bf16, fp16, fp32 or
+    fp64."""
     if not x.is_floating_point() or x.dtype.itemsize == 1:
         raise ValueError(
             f"x of a quantized weight must be bf16, fp16, fp32 or fp64; got {x.dtype}: convert x before the layer"
@@ -93,8 +99,8 @@ def _out_features(x: Tensor, parts: Sequence[Tensor], use: int) -> int:
 
 @quantized_linear.register_fake
 def _(x: Tensor, parts: list[Tensor], x_scale: Any, bias: Any, use: int) -> Tensor:
-    """Return an empty y. Raises ValueError for x and codes on different devices; torch also calls this function for codes on
-    the meta device."""
+    """Return an empty y. Raises ValueError if x and the codes are on different devices; this includes codes on the meta device,
+    for which torch calls this function in eager code too."""
     if x.device != parts[0].device:
         raise ValueError(
             f"x is on {x.device}, and the codes of the weight {tuple(parts[0].shape)} are on {parts[0].device}: move x or the "
@@ -111,7 +117,7 @@ def decoded(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
     shares = any(values.untyped_storage().data_ptr() == part.untyped_storage().data_ptr() for part in parts)
     if values.shape == (rows, columns) and values.is_contiguous() and not shares:
         return values
-    # An op returns no view of its arguments
+    # A custom op must not return a view of its arguments
     return values[:rows, :columns].clone(memory_format=torch.contiguous_format)
 
 
@@ -131,7 +137,7 @@ def autocasts(x: Tensor) -> bool:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-    """Return dx, by the decoded weight, and the gradient of the bias; codes have no gradient."""
+    """Return the gradients dx = dy w, with the decoded weight, and db; the codes have no gradient."""
     if autocasts(dy):
         with torch.autocast(dy.device.type, enabled=False):
             return _backward(ctx, dy)

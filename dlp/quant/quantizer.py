@@ -1,9 +1,9 @@
-"""Quantizers: how to make the bits of a format from a high-precision matrix.
+"""Quantizers, which compute codes and scales of a format from a high-precision matrix.
 
-A quantizer always works along the last dimension of a matrix [rows, contraction] and knows no orientation: the rowwise operand
-of x [M, K] is `cast(x)`, the columnwise operand is `cast(x.t())` of a strided view. A quantizer never sees a process group:
-`observe` returns the amaxes on which ranks must agree before the cast, `cast` takes the agreed amaxes, and `dlp.parallel`
-reduces them between the two calls.
+A quantizer casts along the last dimension of a matrix [rows, contraction], and does not depend on the orientation: the rowwise
+operand of x [M, K] is `cast(x)`, and the columnwise operand is `cast(x.t())` of a strided view. A quantizer has no process
+group: `observe` returns the amaxes on which ranks must agree, `dlp.parallel` reduces these amaxes over ranks, and `cast` takes
+the agreed amaxes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from torch import Tensor
 from dlp.kernels import ops, table
 from dlp.quant.tensor import Format, HighPrecision, QuantizedTensor
 
-# Pairs for a matrix and the transposed matrix, that is, rowwise and columnwise.
+# Pairs of a rowwise and a columnwise object. Wanted: storage for a cast; None: not requested, or not allocated yet. Amaxes: the
+# two may be one tensor.
 Operands = tuple[QuantizedTensor, QuantizedTensor]
-Wanted = tuple[QuantizedTensor | None, QuantizedTensor | None]  # None: not requested, or not allocated yet
-Amaxes = tuple[Tensor | None, Tensor | None]  # both may be the same tensor
+Wanted = tuple[QuantizedTensor | None, QuantizedTensor | None]
+Amaxes = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
 class ScaleSlot:
-    """Delayed scale of one tensor, as views of the model's table.
+    """Delayed scale of one tensor, as views of the table of the model (`dlp.quant.state.SlotTable`).
 
-    scale     fp32 [], the multiplier that the last update set; of several numbers fp32 [numbers] (`SlotOptions`)
-    staging   fp32 [], max |x| over all casts since the last update; a cast updates `staging` in the same read
+    scale     fp32 [], the scale that casts read; fp32 [2] for a static range with zero points (`SlotOptions.numbers`)
+    staging   same shape, max |x| over all casts since the last update. A cast updates `staging` in its read of x
     """
 
     scale: Tensor
@@ -42,23 +43,22 @@ class ScaleSlot:
         self.staging.copy_(torch.maximum(self.staging, ops.amax(x)))
 
 
-LARGEST_MARGIN = (
-    64  # largest exponent: half of the exponents of fp32, so that fp8_max x 2^-margin / amax is a normal number
-)
+# Largest absolute margin: about half of the exponent range of fp32, so that fp8_max * 2^-margin / amax is a normal number
+LARGEST_MARGIN = 64
 
 
 @dataclass(frozen=True)
 class SlotOptions:
-    """Options by which delayed scaling computes a scale from the amaxes of earlier steps.
+    """Options by which delayed scaling computes a scale from the amaxes of earlier steps: fp8_max * 2^-margin / amax.
 
     fp8_max             largest value of the format
-    margin              scales are 2^margin below the largest scale that fits
+    margin              exponent of the safety factor 2^margin, by which the scale is smaller than fp8_max / amax
     amax_history_len    number of steps in the history
-    amax_compute_algo   "max", "most_recent", or a function of the window of amaxes fp32 [L, n], oldest first, that returns one
-                        amax per slot [n]
-    numbers             length of the scale: 1, or 2 for a static range with zero points (`dlp.quant.static`)
+    amax_compute_algo   how the amax is computed from the history: "max", "most_recent", or a function from amaxes fp32 [L, n],
+                        oldest first, to one amax for each slot, fp32 [n]
+    numbers             number of fp32 values of the scale: 1, or 2 for a static range with zero points (`dlp.quant.static`)
 
-    Raises ValueError for an empty history, an unknown algorithm, or a margin without an fp32 scale.
+    Raises ValueError for an empty history, an unknown algorithm, or a margin beyond LARGEST_MARGIN.
     """
 
     fp8_max: float
@@ -84,10 +84,11 @@ class Origin:
     """Position of a shard in the unsharded matrix, for the random bits of stochastic rounding.
 
     row, column     position of the first element of the shard
-    rows, columns   sizes of the unsharded matrix; token rows count over all data-parallel ranks
-    seed            part of the key of the random bits, as are `tensor_id` and `counter`
-    counter         int64 [] on the device, which advances once per microbatch
-    orientation       0: rowwise, 1: columnwise
+    rows, columns   sizes of the unsharded matrix; tokens are counted over all data-parallel ranks
+    seed            seed of the random bits
+    tensor_id       number of the tensor; different tensors have different random bits
+    counter         int64 [] on the device, which is increased once per microbatch
+    orientation     0: rowwise, 1: columnwise; the two have different random bits
     """
 
     row: int
@@ -100,7 +101,7 @@ class Origin:
     orientation: int = 0
 
     def t(self) -> Origin:
-        """Return the origin of the transposed shard, which draws other random bits."""
+        """Return the origin of the transposed shard in the other orientation."""
         return replace(
             self,
             row=self.column,
@@ -116,17 +117,17 @@ Origins = tuple[Origin, Origin]  # origin of a shard, and origin of the transpos
 
 @dataclass(frozen=True)
 class QuantizerCaps:
-    """Abilities and needs of a quantizer that its methods do not show.
+    """Capabilities of a quantizer, and arguments that its casts need.
 
-    A quantizer declares a class attribute or property `caps`; without `caps` the defaults hold. `check_caps` raises where a
-    declared argument is missing. Optional methods need no declaration: see `Quantizer`.
+    A quantizer declares them as a class attribute or property `caps`; without `caps` the defaults hold. `check_caps` raises
+    ValueError if a cast lacks an argument that `caps` declare. Optional methods (`Quantizer`) need no declaration.
 
     Args:
-        op: name of the cast in `dlp.kernels.ops`, by which plans say whether a kernel exists.
-        slot: options of delayed scaling; casts take `slot`.
-        origin: casts take `at`: stochastic rounding.
-        native: methods run only operations of `dlp.kernels.ops` and depend only on their arguments, so that their launches may
-            be captured and replayed; methods take an `ops.LazyMatrix` as x.
+        op: name of the cast in `dlp.kernels.ops`, by which plans tell whether a kernel exists; "": no kernel.
+        slot: options of delayed scaling; casts then get the argument `slot`. None: no delayed scale.
+        origin: whether casts round stochastically; casts then get the argument `at`.
+        native: whether the methods run only operations of `dlp.kernels.ops`, depend only on their arguments, and accept an
+            `ops.LazyMatrix` as x. Only the launches of such methods are captured.
 
     Examples:
         >>> from dlp.quant.fp8 import CurrentScaling
@@ -140,36 +141,38 @@ class QuantizerCaps:
     native: bool = False
 
     def of_casts(self) -> QuantizerCaps:
-        """Return the caps of a quantizer with another `cast`, whose launches are unknown."""
+        """Return these caps with `native=False`, for a quantizer that has another `cast`."""
         return replace(self, native=False)
 
 
-PAIRED = {"both": "observe_both", "both_grads": "observe_grads"}  # optional methods that need a second method
-ARGUMENTS = {"slot": "slot", "origin": "at"}  # member of QuantizerCaps -> argument of casts
+PAIRED = {"both": "observe_both", "both_grads": "observe_grads"}  # optional method -> second method that it needs
+ARGUMENTS = {"slot": "slot", "origin": "at"}  # member of QuantizerCaps -> argument that casts then need
 _DEFAULTS = QuantizerCaps()
 
 
 @runtime_checkable
 class Quantizer(Protocol):
-    """Protocol of quantizers, which make `QuantizedTensor` objects of one format.
+    """Protocol of quantizers, which cast matrices to `QuantizedTensor` objects of one format.
 
-    A quantizer is a frozen dataclass, so that equal settings compare equal. A quantizer may have further methods. A class that
-    overrides `cast` or `observe` does not inherit these methods: the inherited methods do not call the new ones.
+    A quantizer is a frozen dataclass, so that quantizers with equal settings compare equal. The following methods are optional:
 
-        both, observe_both             operands of x and of x.t() from one read (`OneRead`)
-        pairs_with(columnwise)         whether `both` accepts this columnwise quantizer; default: an equal one
-        both_grads, observe_grads      the same for both gradients of a gate (`ops.GatedGrads`)
-        batch(xs, outs, slots, flags)  prepare launches of `cast`, or of `both`, for several matrices into existing operands;
-                                       not called for rotated formats and for stochastic rounding
-        values(x)                      the matrix that is quantized, if this is not x
-        clipped(x, amax)               where a cast of x clips; training on decoded values passes no gradient there
+        both, observe_both             cast x and x.t() by one read (`OneRead`)
+        pairs_with(columnwise)         return whether `both` accepts this columnwise quantizer; by default an equal quantizer
+        both_grads, observe_grads      the same as `both` and `observe_both`, for both gradients of a gate (`ops.GatedGrads`)
+        batch(xs, outs, slots, flags)  return the launches of `cast`, or of `both`, for several matrices into existing operands;
+                                       not used for formats with a transform, and for stochastic rounding
+        values(x)                      return the matrix that `cast` quantizes, if this is not x
+        clipped(x, amax)               return the mask of values that a cast of x clips; in training on decoded values their
+                                       gradient is 0
 
-    If `cast` has a parameter `flag`, fp32 [], the cast sets the flag to NaN where a value of x is not finite.
+    If a subclass overrides `cast` or `observe`, optional methods of its base classes are ignored, because they do not call the
+    new `cast` or `observe`. If `cast` has a parameter `flag`, fp32 [], the cast sets `flag` to NaN if a value of x is not
+    finite.
 
     Attributes:
         format: format of the results.
-        reduces: dimensions of the matrix that one observed value spans: () for block scales, (1,) for one scale per row, (0, 1)
-            for one scale per tensor. Ranks that shard such a dimension agree on the observed value.
+        reduces: dimensions of the matrix that an observed amax spans: () for block scales, (1,) for one scale per row, (0, 1)
+            for one scale per tensor. Ranks that shard such a dimension agree on the amax.
 
     Examples:
         >>> from dlp.quant.fp8 import CurrentScaling
@@ -185,29 +188,39 @@ class Quantizer(Protocol):
     def reduces(self) -> tuple[int, ...]: ...
 
     def observe(self, x: Tensor) -> Tensor | None:
-        """Return the fp32 amaxes on which ranks agree, by MAX, before the cast of x [rows, contraction]; None: no amaxes."""
+        """Return the fp32 amaxes of x [rows, contraction], whose maxima over ranks are computed before the cast; None if the
+        cast needs no amax."""
         ...
 
     def cast(
         self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
         at: Origin | None = None,
     ) -> QuantizedTensor:  # fmt: skip
-        """Quantize x [rows, contraction] by the agreed amax, into `out` if given. An unknown keyword raises TypeError."""
+        """Quantize x [rows, contraction].
+
+        Args:
+            x: the matrix.
+            amax: result of `observe`, after the maximum over ranks.
+            out: operand into which the result is written; None: a new operand.
+            slot: delayed scale, if `caps.slot` is set.
+            at: origin of x, if `caps.origin` is set.
+        """
         ...
 
 
 def wanted_parts(outs: Sequence[Wanted]) -> list[ops.Wanted]:
-    """Return the parts of the storage of each matrix of a batch, in both orientations."""
+    """Return the parts of the rowwise and of the columnwise operand of each matrix of a batch; None for a missing operand."""
     return [(None if row is None else row.parts, None if col is None else col.parts) for row, col in outs]
 
 
 def outs_of(outs: Operands | None) -> ops.Outs:
-    """Return the parts of the storage of both operands of one matrix; None without storage."""
+    """Return the parts of both operands, the argument `outs` of casts in `dlp.kernels.ops`; None for None."""
     return None if outs is None else (outs[0].parts, outs[1].parts)
 
 
 def offers(quantizer: Quantizer, method: str) -> bool:
-    """Return whether a quantizer has an optional method of `Quantizer` that fits the quantizer's `cast` and `observe`."""
+    """Return whether a quantizer has this optional method of `Quantizer`, in the class that defines its `cast` and `observe` or
+    in a subclass of this class."""
     return _offers(type(quantizer), method)
 
 
@@ -216,7 +229,7 @@ def _offers(kind: type, member: str) -> bool:
     for cls in kind.__mro__:
         if member in vars(cls):
             return True
-        # Optional methods of base classes were written for other casts
+        # An optional method of a base class belongs to the `cast` and `observe` of the base class
         if "cast" in vars(cls) or "observe" in vars(cls):
             return False
     return False
@@ -237,22 +250,22 @@ def _inherited(caps: QuantizerCaps) -> QuantizerCaps:
 
 
 def takes_flag(quantizer: Quantizer) -> bool:
-    """Return whether casts of a quantizer take `flag`."""
+    """Return whether `cast` of a quantizer has the parameter `flag`; for a `Wrapped` quantizer, of the inner quantizer."""
     while isinstance(quantizer, Wrapped):
         quantizer = quantizer.inner
     return "flag" in _parameters(type(quantizer).cast)
 
 
 def batches(quantizer: Quantizer) -> bool:
-    """Return whether `batch` may cast the matrices of a quantizer."""
+    """Return whether `batch` of a quantizer may be used: not for stochastic rounding and for formats with a transform."""
     return offers(quantizer, "batch") and not caps_of(quantizer).origin and not quantizer.format.basis
 
 
 def check_caps(quantizer: Quantizer) -> None:
-    """Check that a quantizer has what its methods and caps need.
+    """Check that a quantizer has all methods and arguments that its `caps` and its optional methods need.
 
     Raises:
-        ValueError: for a missing method or argument, naming the quantizer.
+        ValueError: for a missing method or argument; the message names the quantizer.
     """
     declared = getattr(quantizer, "caps", _DEFAULTS)
     if not isinstance(declared, QuantizerCaps):
@@ -291,16 +304,16 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def _accepts(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a function has a parameter of this name, or accepts any keyword."""
+    """Return whether a function has a parameter of this name, or accepts any keyword."""
     parameters = _parameters(function)
     return argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def flagged(quantizer: Quantizer, x: Any, flag: Tensor | None) -> dict[str, Any]:
-    """Return the keywords with which a cast of x sets `flag`, fp32 [], to NaN if a value of x is not finite.
+    """Return the keywords by which a cast of x sets `flag`, fp32 [], to NaN if a value of x is not finite.
 
-    For a quantizer whose casts take no flag, this function checks x by a separate read, unless the quantizer keeps x in high
-    precision.
+    If casts of the quantizer take no flag, this function sets `flag` by a separate read of x, and returns no keywords. For a
+    quantizer that keeps x in high precision x is not checked.
     """
     if flag is None or quantizer.format.keeps_source:
         return {}
@@ -312,8 +325,10 @@ def flagged(quantizer: Quantizer, x: Any, flag: Tensor | None) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Base of quantizers around another quantizer, with its format, caps and amaxes. A subclass defines `cast`, which every
-    cast calls: a wrapper has no `both` and no `batch`."""
+    """Base of quantizers that wrap another quantizer `inner`, with the format, the amaxes and (except `native`) the caps of
+    `inner`.
+
+    A subclass defines `cast`. A wrapper has no `both` and no `batch`, so that all casts call `cast`."""
 
     inner: Quantizer
 
@@ -338,19 +353,18 @@ class Wrapped:
 
 
 def quantized_values(quantizer: Quantizer, x: Tensor) -> Tensor:
-    """Return the matrix that a cast of x quantizes: x, or x transformed by the method `values` of the quantizer."""
+    """Return the matrix that a cast of x quantizes: the result of the method `values` of the quantizer, else x."""
     values: Callable[[Tensor], Tensor] | None = getattr(quantizer, "values", None)
     return x if values is None else values(x)
 
 
 @dataclass(frozen=True)
 class OneRead:
-    """The casts of x and x.t() in one read, bitwise equal to `rowwise.cast(x)` and `columnwise.cast(x.t())` of two quantizers.
+    """Functions that cast x and x.t() by one read, bitwise equal to `rowwise.cast(x)` and `columnwise.cast(x.t())`.
 
-    observe   `observe_both` of the rowwise quantizer: x [rows, contraction] -> amaxes of both operands, twice the same tensor
-              if both share one amax
-    cast      `both` of the rowwise quantizer: (x, agreed amaxes) -> both operands. Keywords: outs (storage of both
-              operands), slot (delayed scale), at (origins of x and of x.t()), and the keywords of `flagged`
+    observe   x [rows, contraction] -> amaxes of both operands; the same tensor twice if both operands have one amax
+    cast      (x, agreed amaxes) -> both operands. Keywords: outs (storage of both operands), slot (delayed scale), at (origins
+              of x and of x.t()), and the keywords of `flagged`
     """
 
     observe: Callable[[Any], Amaxes]
@@ -371,11 +385,11 @@ def one_read(rowwise: Quantizer, columnwise: Quantizer) -> OneRead | None:
 
 @dataclass(frozen=True)
 class KeepHighPrecision:
-    """Quantizer that keeps the values in their own dtype.
+    """Quantizer that does not quantize: the operand is the source tensor.
 
     Args:
         format: format of the results.
-        reduces: dimensions that one observed value spans; none.
+        reduces: (), since no amaxes are observed.
 
     Examples:
         >>> layer = dlp.Linear(64, 64, recipe=dlp.CustomRecipe(lambda role: dlp.quant.quantizer.KeepHighPrecision()))

@@ -4,10 +4,10 @@
     dgrad   dx = dy.rowwise    @ w.columnwise.T     contraction N
     wgrad   dw = dy.columnwise @ x.columnwise.T     contraction M (tokens)
 
-A recipe is a frozen, comparable value without knowledge of parallelism. `load("fp8_current", power_of_two=True)` imports
-`dlp/quant/recipes/fp8_current.py` and calls the function `recipe` with the options. A new recipe is one new file; the signature
-of the function is the list of options. Options with the same meaning for every recipe (`SHARED_OPTIONS`) are applied in this
-module to the result of the function.
+A recipe is a frozen dataclass that does not depend on the mesh. `load("fp8_current", power_of_two=True)` imports
+`dlp/quant/recipes/fp8_current.py` and calls the function `recipe` of this file with the options. A new recipe is one new file;
+the signature of its function `recipe` lists the options. `load` applies the options that all recipes share (`SHARED_OPTIONS`)
+to the result of the function.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ GemmName = Literal["fprop", "dgrad", "wgrad"]
 
 @dataclass(frozen=True)
 class Operand:
-    """Pair of quantizers of one GEMM operand.
+    """Pair of quantizers for x, w or dy: one for each orientation.
 
     Args:
         rowwise: quantizer along the last dimension.
@@ -62,18 +62,18 @@ class Operand:
 
     @property
     def derived(self) -> bool:
-        """Whether the columnwise operand is the transposed rowwise operand: the quantizers are equal, and the payload may be
-        transposed."""
+        """Whether the columnwise operand is the transposed rowwise operand, without a second cast: the quantizers are equal,
+        and their format is transposable."""
         return self.rowwise == self.columnwise and self.rowwise.format.transposable
 
     @cached_property
     def clips(self) -> bool:
-        """Whether the operands have a mask of clipped values, at which no gradient passes (`Format.clips`)."""
+        """Whether both formats have a mask of clipped values, whose gradient is 0 (`Format.clips`)."""
         return self.rowwise.format.clips and self.columnwise.format.clips
 
     @property
     def keeps_source(self) -> bool:
-        """Whether both orientations stay in high precision."""
+        """Whether the operand stays in high precision in both orientations."""
         return self.rowwise.format.keeps_source and self.columnwise.format.keeps_source
 
 
@@ -108,17 +108,17 @@ class Recipe:
         fprop: options of the fprop GEMM.
         dgrad: options of the dgrad GEMM.
         wgrad: options of the wgrad GEMM.
-        amax_scope: "table": ranks agree on the amax of an operand that is gathered; "all": wherever tp shards a dimension that
-            a scale spans.
+        amax_scope: operands on whose amax tp ranks agree, if tp shards a dimension that a scale spans. "table": operands that
+            are gathered; "all": all operands.
         reduce_amax: with delayed scaling, ranks agree on amaxes at the step boundary.
-        y: quantizer whose rounding is applied to y; None: no rounding.
-        dx: quantizer whose rounding is applied to dx; None: no rounding.
-        gather_dy: "quantized", or "high_precision": a gathered dy travels in its own dtype and is quantized afterwards.
-        options: options by which the recipe was requested, for printing.
+        y: quantizer by which y is cast and decoded; None: y is not rounded.
+        dx: quantizer by which dx is cast and decoded; None: dx is not rounded.
+        gather_dy: how dy is gathered. "quantized": as codes; "high_precision": in the dtype of dy, and quantized afterwards.
+        options: (name, value) of the options that `load` was called with, for printing.
 
     Raises:
-        ValueError: for two operands that one GEMM cannot multiply, naming the GEMM, and for a quantizer without a capability
-            that it declares.
+        ValueError: for two operands that a GEMM cannot multiply; the message names the GEMM. For a quantizer that lacks a
+            method or argument that it declares.
 
     Examples:
         >>> dlp.recipe("fp8_block").name
@@ -147,7 +147,7 @@ class Recipe:
             check_caps(quantizer)
 
     def operands(self, which: str) -> tuple[Quantizer, Quantizer]:
-        """Return the quantizers of A and B of one of GEMMS."""
+        """Return the quantizers of the operands A and B of the GEMM `which`, one of GEMMS."""
         a, a_orientation, b, b_orientation = GEMM_OPERANDS[which]
         return getattr(getattr(self, a), a_orientation), getattr(getattr(self, b), b_orientation)
 
@@ -159,8 +159,8 @@ class Recipe:
 
     @cached_property
     def beyond_launches(self) -> str:
-        """Reason why forward and backward of layers with this recipe cannot be captured: a cast or GEMM that may do more than
-        launch kernels; "": no reason."""
+        """Reason why passes of layers with this recipe cannot be captured: the cast or GEMM that may do more than launch
+        kernels of dlp. "" if passes can be captured."""
         for quantizer in self.quantizers():
             if not caps_of(quantizer).native:
                 return f"casts of {type(quantizer).__name__} are not declared native (QuantizerCaps.native)"
@@ -171,7 +171,7 @@ class Recipe:
         return ""
 
     def of(self, tensor: str) -> Operand | None:
-        """Return the quantizers of an operand x, w or dy, or of a result y or dx; None for a result without quantizer."""
+        """Return the quantizers of `tensor`: "x", "w", "dy", "y" or "dx"; None for y or dx without quantizer."""
         if tensor in OPERANDS:
             operand: Operand = getattr(self, tensor)
             return operand
@@ -180,25 +180,27 @@ class Recipe:
 
     @cached_property
     def units(self) -> tuple[int, int, int]:
-        """Multiples to which M, N and K are padded for the formats; M only where M is contracted."""
+        """Multiples to which M, N and K are zero-padded for the formats. M is padded only for wgrad, which contracts M."""
         found = {"M": 1, "N": 1, "K": 1}
         for name, (first, last) in DIMENSIONS.items():
             operand: Operand = getattr(self, name)
             for quantizer, rows, contraction in ((operand.rowwise, first, last), (operand.columnwise, last, first)):
                 down, across = quantizer.format.multiple
                 found[contraction] = lcm(found[contraction], across)
-                if rows != "M":  # formats with blocks of several tokens check complete blocks themselves
+                if (
+                    rows != "M"
+                ):  # M as rows is not padded: formats with blocks of several tokens raise for partial blocks
                     found[rows] = lcm(found[rows], down)
         return found["M"], found["N"], found["K"]
 
     def derives(self, name: str, tokens: int) -> bool:
-        """Return whether the columnwise operand of x, w or dy is the transposed rowwise operand: `derived`, without padding of
-        tokens."""
+        """Return whether the columnwise operand of `name`, "x", "w" or "dy", is the transposed rowwise operand
+        (`Operand.derived`). This needs a number of tokens that is not padded."""
         operand: Operand = getattr(self, name)
         return operand.derived and (name == "w" or tokens % self.units[0] == 0)
 
     def for_layer(self, layer: str) -> Recipe:
-        """Return the recipe of a layer: this recipe (a `CustomRecipe` may return different recipes)."""
+        """Return the recipe of the layer with this name: always this recipe. A `CustomRecipe` may return different recipes."""
         return self
 
     def __str__(self) -> str:
@@ -207,17 +209,19 @@ class Recipe:
 
 
 def _accumulation(recipe: Recipe, value: Mapping[GemmName, Literal["fast", "split"]]) -> Recipe:
-    """Per GEMM: "fast" sums FP8 products inside the tensor core only, "split" promotes them to fp32 on the way."""
+    """Accumulation of FP8 products, for each GEMM: "fast" sums in the tensor core, with about 14 bits; "split" adds partial
+    sums in fp32 registers."""
     return _with_gemm_options(recipe, {which: {"fast_accumulation": how == "fast"} for which, how in value.items()})
 
 
 def _out_dtype(recipe: Recipe, value: Mapping[GemmName, Literal["bf16", "fp32"]]) -> Recipe:
-    """Per GEMM: the dtype of the result."""
+    """Dtype of the result, for each GEMM."""
     return _with_gemm_options(recipe, {which: {"out_dtype": OUT_DTYPES[name]} for which, name in value.items()})
 
 
 def _wire(recipe: Recipe, value: Mapping[Literal["fprop", "dgrad"], Literal["hp", "bf16", "fp8"]]) -> Recipe:
-    """Per GEMM whose result is summed over tp: the codec of contributions; "hp" is the dtype of the result."""
+    """Format in which tp ranks send their contributions to the sum of the result, for fprop and dgrad: "hp" (the dtype of the
+    result), "bf16" or "fp8"."""
     return _with_gemm_options(recipe, {which: {"wire": name} for which, name in value.items()})
 
 
@@ -226,18 +230,18 @@ def _with_gemm_options(recipe: Recipe, changes: dict[Any, dict[str, Any]]) -> Re
 
 
 def _tuned(recipe: Recipe, value: bool) -> Recipe:
-    """GEMMs run the algorithm that was measured as the fastest on this GPU, if measured; false: always the first algorithm of
-    cuBLASLt, so that measurements change no bits."""
+    """Algorithm of GEMMs. true: the algorithm that `dlp.kernels.tune` measured as the fastest on this GPU, if measured; false:
+    always the first algorithm of cuBLASLt, so that the bits do not depend on measurements."""
     return _with_gemm_options(recipe, {which: {"tuned": value} for which in GEMMS})
 
 
 def _allow_reference(recipe: Recipe, value: bool) -> Recipe:
-    """GEMMs without a kernel on a GPU may run the plain-torch reference, which is slow."""
+    """Allow the plain-torch reference, which is slow, for GEMMs without a kernel on the GPU; else such a GEMM raises."""
     return _with_gemm_options(recipe, {which: {"allow_reference": value} for which in GEMMS})
 
 
 def _high_precision(recipe: Recipe, value: Sequence[GemmName]) -> Recipe:
-    """These GEMMs multiply unquantized operands."""
+    """GEMMs whose operands stay unquantized."""
     operands = {name: getattr(recipe, name) for name in OPERANDS}
     for which in value:
         a, a_orientation, b, b_orientation = GEMM_OPERANDS[which]
@@ -247,13 +251,14 @@ def _high_precision(recipe: Recipe, value: Sequence[GemmName]) -> Recipe:
 
 
 def _amax_scope(recipe: Recipe, value: Literal["table", "all"]) -> Recipe:
-    """Ranks of tp agree on the amax of an operand that is gathered ("table"), or wherever tp shards a dimension that a scale
-    spans ("all")."""
+    """Operands on whose amax tp ranks agree, if tp shards a dimension that a scale spans: operands that are gathered ("table"),
+    or all operands ("all")."""
     return replace(recipe, amax_scope=value)
 
 
 def _gather_dy(recipe: Recipe, value: Literal["quantized", "high_precision"]) -> Recipe:
-    """A gathered dy travels quantized, in the orientations of the GEMMs, or once in high precision."""
+    """How dy is gathered over tp: as codes, in each orientation that a GEMM reads ("quantized"), or once in high precision,
+    with the cast after the gather ("high_precision")."""
     return replace(recipe, gather_dy=value)
 
 
@@ -271,14 +276,14 @@ SHARED_OPTIONS: dict[str, Callable[[Recipe, Any], Recipe]] = {
 
 @cache
 def _shipped() -> frozenset[str]:
-    """Names of the modules in the folder of shipped recipes, listed once: every layer that is built asks for a recipe."""
+    """Return the names of the recipes of dlp. Cached, because every constructed layer looks up a recipe."""
     return frozenset(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
 
 def names(recipes_path: str | Path | None = None) -> list[str]:
-    """Return the sorted names of all recipes: modules of the recipes folder, and of `recipes_path` if given.
+    """Return the sorted names of all recipes: of dlp, and of the Python files in the folder `recipes_path` if given.
 
-    Raises ValueError for a `recipes_path` that is no folder, or that contains the name of an existing recipe.
+    Raises ValueError for a `recipes_path` that is no folder, or that has a file with the name of a recipe of dlp.
     """
     own = _shipped()
     if recipes_path is None:
@@ -311,7 +316,8 @@ def _file(name: str, recipes_path: str | Path | None) -> Path:
 
 
 def source(value: Any) -> Path | None:
-    """Return the user's Python file that `as_recipe(value)` runs, or None for a recipe of dlp."""
+    """Return the user's Python file that defines the recipe of `as_recipe(value)`; None for recipes of dlp and for recipe
+    objects."""
     if not isinstance(value, Mapping) or value.get("recipes_path") is None:
         return None
     return _file(str(value.get("name")), value["recipes_path"])
@@ -319,7 +325,8 @@ def source(value: Any) -> Path | None:
 
 @cache
 def _import_file(path: Path) -> ModuleType:
-    """Return the module of a file, which is executed once, so that equal quantizers have the same class."""
+    """Import a Python file and return the module. Cached: a second execution of the file would define its quantizer classes
+    again, and equal quantizers would not compare equal."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)
@@ -328,7 +335,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def as_recipe(value: Any) -> Any:
-    """Return the recipe of a name or of a table {"name": ..., option: value}; a recipe is returned unchanged.
+    """Return the recipe for a name or for a mapping {"name": ..., option: value}; a recipe is returned unchanged.
 
     Raises ValueError for any other value."""
     if isinstance(value, str):
@@ -342,17 +349,18 @@ def as_recipe(value: Any) -> Any:
 
 @cache
 def _options(build: Callable[..., Recipe]) -> tuple[Mapping[str, inspect.Parameter], Mapping[str, Any]]:
-    """Return the parameters of a recipe's function, and the types of these parameters and of SHARED_OPTIONS."""
+    """Return the parameters of the function `build` of a recipe, and the type hints of these parameters and of
+    SHARED_OPTIONS."""
     shared = {key: get_type_hints(use)["value"] for key, use in SHARED_OPTIONS.items()}
     return inspect.signature(build).parameters, {**shared, **get_type_hints(build)}
 
 
 def load(name: str, *, recipes_path: str | Path | None = None, **options: Any) -> Recipe:
-    """Return the recipe of a name, with options.
+    """Return the recipe with this name and these options.
 
     Args:
-        name: "bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "int8", "mxfp8", "nvfp4", or a file of
-            `recipes_path`.
+        name: "bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "int8", "mxfp8", "nvfp4", "qat", or the name of
+            a file in `recipes_path`, without ".py".
         recipes_path: folder of Python files with further recipes.
         **options: options of the recipe, and options that all recipes share.
 

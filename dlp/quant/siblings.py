@@ -1,9 +1,10 @@
-"""Operands of siblings as one operand, so that dx = sum over i of dy_i @ w_i is one GEMM where the kernel table has a kernel.
+"""Joined operands of siblings, so that dx = sum over i of dy_i @ w_i is one GEMM, if the kernel table has a kernel for it.
 
     A [M, N_1 + N_2 + ...]    dy_i rowwise       parts of dy_1, then parts of dy_2, ...
     B [K, N_1 + N_2 + ...]    w_i columnwise     parts of w_1, then parts of w_2, ...
 
-Nothing is copied: each sibling keeps its codes and its scale. Rows may be cut, as in any other operand.
+No data is copied: a joined operand refers to the codes and scales of each sibling. A GEMM can run in chunks of rows of A, as
+with any other operand.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from dlp.quant.tensor import Format, Part, QuantizedTensor
 
 @dataclass(frozen=True)
 class Siblings(Format):
-    """Format of an operand whose contraction is the contractions of `count` operands in the format `of`, one after the other.
-    The payload is the payload of the first sibling."""
+    """Format of `count` operands in the format `of`, joined along the contraction.
+
+    The parts are the parts of all siblings, one sibling after the other; `payload` is only the payload of the first sibling."""
 
     of: Format
     count: int
@@ -54,7 +56,7 @@ class Siblings(Format):
         return f"{self.of.gemm_kind}_siblings"
 
     def split(self, q: QuantizedTensor) -> Iterator[QuantizedTensor]:
-        """The operand of each sibling."""
+        """Yield the operand of each sibling."""
         size = len(self.of.parts)
         for i in range(0, len(q.parts), size):
             yield self.of.wrap(q.parts[i : i + size])
@@ -65,8 +67,9 @@ class Siblings(Format):
 
 @table.remembered
 def together(a: Format, b: Format, count: int, device: str) -> tuple[Siblings, Siblings] | None:
-    """Return the formats of both operands of one GEMM of `count` siblings with operands in the formats `a` and `b`. None
-    without such a GEMM in the kernel table for `device`, one of DEVICES, and if there are no siblings."""
+    """Return the formats of the joined operands A and B of `count` siblings, whose operands have the formats `a` and `b`.
+
+    None if `count` is 1, or if the kernel table has no kernel for these formats on `device`, one of DEVICES."""
     pair = Siblings(a, count), Siblings(b, count)
     kinds = pair[0].gemm_kind, pair[1].gemm_kind
     named = any(kinds in entry.formats for entry in table.gemm_entries(device))
@@ -74,10 +77,10 @@ def together(a: Format, b: Format, count: int, device: str) -> tuple[Siblings, S
 
 
 def as_one(operands: Sequence[Any], gemms: Sequence[Gemm], dtype: torch.dtype) -> tuple[Sequence[Any], Sequence[Gemm]]:
-    """Return the operands and GEMMs of siblings as one operand and one GEMM into `dtype`, if the kernel table has a kernel for
-    the pair of formats; else the arguments.
+    """Return one joined operand A and one GEMM with a result of `dtype`, in place of the operands and GEMMs of siblings.
 
-    Operands that are being gathered, a factor, a bias and an accumulator leave the GEMMs as they are.
+    The arguments are returned unchanged if the kernel table has no kernel for the joined formats, if an operand is still being
+    gathered, if siblings have different formats, or if a GEMM has a bias, an `accumulate` tensor or an `alpha` other than 1.
     """
     first = gemms[0]
     for a, gemm in zip(operands, gemms, strict=True):

@@ -1,15 +1,15 @@
 """State of delayed scaling: a table with one slot for each tensor that is cast with a delayed scale.
 
-    scale      fp32 [slots]   multiplier of casts
-    staging    fp32 [slots]   maximum of the amaxes since the last update; 0 without casts
-    history    fp32 [L, n]    amaxes of earlier steps, for the n slots with the same history length and algorithm
+    scale      fp32 [slots]   scales that casts read
+    staging    fp32 [slots]   maximum of the amaxes since the last update; 0 if there was no cast
+    history    fp32 [L, n]    amaxes of earlier steps, for the n slots with the same history length and algorithm; row 0 is 0
 
-`scale` and `staging` are one tensor each for all slots, and casts use views of these tensors, so that one all-reduce agrees on
-all scales. An update takes a few vectorized passes for any number of slots; on a GPU an update is one launch.
+`scale` and `staging` are one tensor each for all slots, and casts use views of these tensors. One all-reduce of `staging` is
+therefore enough for all scales. An update is a few vectorized operations for any number of slots; on a GPU it is one launch.
 
-`ScalingState` is the state of one model. The class knows neither layers nor process groups: slots have names, and the caller of
-`update` passes the reduction of the staging row. Casts of x and w in backward and in recomputation use the scales of the same
-forward (`ForwardScales`), even if the table has changed since.
+`ScalingState` is the state of one model. It contains neither layers nor process groups: slots have names, and the caller of
+`update` passes a function that reduces `staging` over ranks. Casts of x and w in backward and in recomputation use the scales
+of the forward of the same microbatch (`ForwardScales`), even if the table has changed since.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ SlotState = dict[str, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Kind:
-    """Consecutive slots with the same history length and algorithm: span in the table, history [L, n], target [n]."""
+    """The n consecutive slots of a table that have the same history length and algorithm.
+
+    span      indices of the slots in the table
+    history   fp32 [L, n]
+    target    fp32 [n], fp8_max * 2^-margin of each slot, to which the scale maps the amax
+    options   options of the first slot; history length and algorithm are valid for all n slots
+    """
 
     span: slice
     history: Tensor
@@ -39,9 +45,15 @@ class _Kind:
 
 
 class SlotTable:
-    """Table of slots by name. `names`: in table order. `scale`, `staging`: fp32 [slots], updated in place.
+    """Table of slots.
 
-    The order follows from the order of names in `slots` and from the options, so that equal models have equal tables.
+    names     names of the slots, in the order of the table
+    options   options of each slot, by name
+    scale     fp32 [slots], updated in place
+    staging   fp32 [slots], updated in place
+
+    The order of the table depends only on the order of names in `slots` and on the options, so that equal models have equal
+    tables on all ranks.
     """
 
     def __init__(self, slots: Mapping[str, SlotOptions], device: torch.device | str = "cpu") -> None:
@@ -57,7 +69,8 @@ class SlotTable:
         self._kinds = [self._kind([slots[name] for name in members], members[0]) for members in kinds.values()]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the prepared update, which belongs to the tensors of this table."""
+        """Return the state for a copy or pickle, without the cached update function, which is bound to the tensors of this
+        table."""
         return vars(self) | {"_update": None}
 
     def _kind(self, options: Sequence[SlotOptions], first: str) -> _Kind:
@@ -67,13 +80,13 @@ class SlotTable:
         return _Kind(slice(start, start + len(options)), history, target, options[0])
 
     def slot(self, name: str) -> ScaleSlot:
-        """Return the slot of a tensor: views of the table, which stay valid after updates."""
+        """Return the slot with this name, as views of the table, which stay valid after updates."""
         place = self.place(name)
         return ScaleSlot(self.scale[place], self.staging[place])
 
     def place(self, name: str) -> int | slice:
-        """Return the index of a slot in `scale` and `staging`; a slice if the scale has two numbers: the next slot of the table
-        holds the second number (`dlp.parallel.linear.spec.delayed_slots`)."""
+        """Return the index of a slot in `scale` and `staging`. For a scale of two numbers, return a slice of two indices: the
+        next slot of the table has the second number (`dlp.parallel.linear.spec.delayed_slots`)."""
         i, numbers = self._index[name], self.options[name].numbers
         return i if numbers == 1 else slice(i, i + numbers)
 
@@ -82,9 +95,9 @@ class SlotTable:
         return self._index[name]
 
     def update(self, reduced: Tensor) -> None:
-        """Append `reduced` to the histories, compute scales from the histories, and zero `staging`.
+        """Append `reduced` to the histories, compute the scales from the histories, and zero `staging`.
 
-        reduced   fp32 [slots], the staging row after the MAX all-reduce; if this is `staging`, a GPU runs one launch
+        reduced   fp32 [slots], `staging` after the MAX all-reduce over ranks. The tensor `staging` itself saves a copy
         """
         if reduced is not self.staging:
             self.staging.copy_(reduced)
@@ -92,15 +105,15 @@ class SlotTable:
         self._update()
 
     def _slots(self, kind: _Kind) -> ops.DelayedSlots:
-        """Return the tensors that an update reads and writes; the memory stays the same."""
+        """Return the tensors that an update of these slots reads and writes, as views of the table."""
         scale, staging = self.scale[kind.span], self.staging[kind.span]
         return ops.DelayedSlots(kind.history, scale, staging, kind.target, staging, kind.options.amax_compute_algo)
 
     def state_dict(self) -> SlotState:
         """Return for each name copies of scale [], history [L] and target [].
 
-        The first entry of the history is the empty staging row, the second entry is the oldest amax. The scale maps the amax to
-        the target, fp8_max * 2^-margin.
+        Entry 0 of the history is 0, entry 1 is the oldest amax. The scale maps the amax to the target, fp8_max *
+        2^-margin.
         """
         return {
             name: {
@@ -113,12 +126,14 @@ class SlotTable:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Load a state by slot name. Raises ValueError for different names, history lengths or targets."""
+        """Load the result of `state_dict`. Raises ValueError if names, history lengths or targets differ from this table."""
         self.load_merged([state])
 
     def load_merged(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> None:
-        """Load the states of ranks with different scales: the maximum of the histories, and the scales that follow from this
-        maximum; for an empty history, the smallest scale. A single state is loaded unchanged."""
+        """Merge and load the states of ranks with different scales. A single state is loaded unchanged.
+
+        The merged history is the maximum over the ranks, and scales are computed from it. A slot with an empty history gets the
+        smallest scale of all ranks."""
         for state in states:
             self._check(state)
         for kind in self._kinds:
@@ -136,15 +151,15 @@ class SlotTable:
         self.staging.zero_()
 
     def fits(self, name: str, slot: Mapping[str, Tensor]) -> bool:
-        """Return whether a saved slot, of one or of several ranks, has the history length and target of the slot with this
-        name."""
+        """Return whether the saved slot `slot` has the history length and target of the slot `name` of this table. The tensors
+        of the saved slot may have leading dimensions, for several ranks."""
         kind = next(kind for kind in self._kinds if self._index[name] in range(kind.span.start, kind.span.stop))
         target = kind.target[self._index[name] - kind.span.start]
         stated = slot.get("target", target)
         return slot["history"].shape[-1] == len(kind.history) and bool((stated == target).all())
 
     def load_known(self, state: Mapping[str, Mapping[str, Tensor]]) -> SlotState:
-        """Load the slots of a state that fit this table, and return the other slots."""
+        """Load the slots of a state that exist in this table and fit (`fits`). Return the other slots of the state."""
         known = {name for name in self.names if name in state and self.fits(name, state[name])}
         if known:
             fresh = self.state_dict()
@@ -152,7 +167,7 @@ class SlotTable:
         return {name: dict(slot) for name, slot in state.items() if name not in known}
 
     def adopt(self, other: SlotTable) -> None:
-        """Copy scale, staging and history of slots with the same name and options from another table."""
+        """Copy scale, staging and history from another table, for the slots that have the same name and options in both."""
         place = {name: (kind, i) for kind in other._kinds for i, name in enumerate(other.names[kind.span])}
         for kind in self._kinds:
             for i, name in enumerate(self.names[kind.span]):
@@ -186,10 +201,10 @@ class SlotTable:
 
 
 class SlotUse(NamedTuple):
-    """Use of one delayed scale.
+    """Description of one delayed scale, for the construction of `ScalingState`.
 
     options   options of the slot
-    forward   whether casts of forward use the scale; else casts of backward
+    forward   True if forward casts with this scale (x, w), False if backward does (dy)
     agreed    whether ranks agree on the scale
     """
 
@@ -201,10 +216,12 @@ class SlotUse(NamedTuple):
 class ScalingState:
     """Delayed scales of one model.
 
+    table             the slots
     forward, agreed   bool [slots], see `SlotUse`
-    unread            tensor for amaxes that do not count
+    unread            fp32 [], used as `staging` by casts whose amax must not be recorded
+    any_agreed        whether ranks agree on any scale
 
-    After a step boundary, staging starts with the amaxes of the weights that the boundary cast.
+    After a step boundary, `staging` contains the amaxes of the weights that the boundary cast.
     """
 
     def __init__(self, slots: Mapping[str, SlotUse], device: torch.device | str = "cpu") -> None:
@@ -215,22 +232,24 @@ class ScalingState:
         self.unread = torch.zeros((), device=device)
         self.any_agreed = any(use.agreed for use in uses)
         self._cast_by_forward = frozenset(name for name, use in slots.items() if use.forward)
-        self._gone: dict[tuple[str, SlotOptions], Tensor] = {}  # scales of slots that recipe changes removed
+        self._gone: dict[tuple[str, SlotOptions], Tensor] = {}  # last scales of slots that recipe changes removed
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Forget the forwards that read the scales, and drop cached views and masks."""
-        self._views: dict[str, ScaleSlot] = {}  # views of the table, by name
-        self._masks: dict[tuple[bool, ...], Tensor] = {}  # bool [slots], cached
-        self._held: dict[Hashable, ForwardScales] = {}  # forwards that ran with these scales
+        """Drop cached views and masks, and the records of earlier forwards."""
+        self._views: dict[str, ScaleSlot] = {}  # name -> cached views of the table
+        self._masks: dict[tuple[bool, ...], Tensor] = {}  # mask of slots -> the same mask as a tensor, bool [slots]
+        self._held: dict[
+            Hashable, ForwardScales
+        ] = {}  # records of forwards that ran with the current scales, by `behind`
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which has separate scales and no pending backward."""
+        """Return the state for a copy or pickle, without cached views and without records of forwards."""
         return vars(self) | {"_views": {}, "_masks": {}, "_held": {}}
 
     @property
     def memory(self) -> list[Tensor]:
-        """Tensors that casts read and write."""
+        """Tensors that casts with delayed scales read and write."""
         return [self.table.scale, self.table.staging, self.unread]
 
     def slot(
@@ -240,10 +259,12 @@ class ScalingState:
 
         Args:
             name: name of the slot.
-            record: whether the amax counts.
-            scales: scales of the forward that is recomputed or differentiated, in place of the table.
-            options: options that the cast expects. If the table has other options, a recipe change removed the slot while a
-                backward was pending: the slot has the last scale, and the amax does not count.
+            record: whether the cast records its amax in the table.
+            scales: scales of the forward that is recomputed or differentiated. They replace the scales of the table for casts
+                of forward, if the table has changed since this forward.
+            options: options that the cast expects. If the table has no slot with these options, a recipe change removed the
+                slot while a backward was pending. Then the last scale of the removed slot is used, and the amax is not
+                recorded.
         """
         if scales is not None and scales.values is not None and name in scales.state._cast_by_forward:
             return scales.slot(name)
@@ -255,14 +276,17 @@ class ScalingState:
         return slot if record else ScaleSlot(slot.scale, self.unread)
 
     def hold(self, behind: Hashable) -> ForwardScales:
-        """Return the scales of a forward that begins now (`ForwardScales`)."""
+        """Return the `ForwardScales` of a forward that begins now. Forwards with equal `behind` share one object until the
+        scales change.
+
+        behind   work that the caller runs after the backward of this forward, as a hashable value; None: no work"""
         found = self._held.get(behind)
         if found is None:
             found = self._held[behind] = ForwardScales(self, behind)
         return found
 
     def _release(self) -> None:
-        """Give the forwards that ran with the current scales a copy, before the scales change."""
+        """Copy the current scales for the forwards that ran with them. Must be called before the scales change."""
         if self._held:
             values = self.table.scale.clone()
             for each in self._held.values():
@@ -270,7 +294,7 @@ class ScalingState:
             self._held.clear()
 
     def forget(self, names: Collection[str]) -> None:
-        """Drop the staged amaxes of these slots."""
+        """Zero the entries of `staging` of the slots with these names."""
         if not names:
             return
         chosen = tuple(name in names for name in self.table.names)
@@ -280,7 +304,8 @@ class ScalingState:
 
     @contextmanager
     def restaging(self) -> Iterator[None]:
-        """Context manager for repeated casts, whose amaxes replace the staged amaxes of the same tensors."""
+        """Context manager for tensors that are cast again. In `staging`, the new amax of such a tensor replaces the old amax;
+        other entries are unchanged."""
         staging = self.table.staging
         before = staging.clone()
         staging.zero_()
@@ -291,8 +316,9 @@ class ScalingState:
     def update(self, agree: Callable[[Tensor], Tensor] | None = None, forward: bool | None = None) -> None:
         """Update the scales of all slots, or only the scales of forward or backward.
 
-        agree     function that reduces amaxes fp32 [slots] to the maxima over ranks with common scales; None: one rank
-        forward   None: all slots; True: slots of forward; False: slots of backward
+        agree     function that returns the maxima of amaxes fp32 [slots] over the ranks that agree on scales; None: no
+                  agreement
+        forward   None: all slots; True: slots with which forward casts; False: slots with which backward casts
         """
         table, staging = self.table, self.table.staging
         if forward is not False:
@@ -311,7 +337,8 @@ class ScalingState:
         return torch.where(self.agreed, agree(staged), staged)
 
     def replaced_by(self, new: ScalingState) -> ScalingState:
-        """Return `new`, a state for other slots, with the scales and histories of slots that exist in both states."""
+        """Return `new`, the state after a recipe change. Slots that exist in both states keep scale, staging and history. The
+        last scales of removed slots stay available for pending backwards (`slot`)."""
         self._release()
         new.table.adopt(self.table)
         old, now = self.table, new.table.options
@@ -324,15 +351,19 @@ class ScalingState:
 
 @dataclass(eq=False)
 class ForwardScales:
-    """Delayed scales of one forward, for backward and recomputation: the table, or after a change of the table a copy, `values`
-    fp32 [slots]. `behind`: a value of the caller of `hold` that identifies the work after backward."""
+    """Delayed scales with which one forward ran, for its backward and recomputation.
+
+    state    the state with the table
+    behind   the argument of `ScalingState.hold`
+    values   fp32 [slots], copy of the scales, made when the table changes; None: the table still has the scales of the forward
+    """
 
     state: ScalingState
     behind: Hashable
     values: Tensor | None = None
 
     def slot(self, name: str) -> ScaleSlot:
-        """Return the slot of a cast after a change of the table; the amax was recorded before, and does not count again."""
+        """Return the slot of a cast after the table has changed. The amax is not recorded again."""
         assert self.values is not None
         scale = self.values[self.state.table.place(name)]
         return ScaleSlot(scale, self.state.unread)

@@ -1,9 +1,10 @@
-"""Static scales of rows: casts with one calibrated range per tensor, in place of the range that each cast observes.
+"""Static scales for formats with one scale per row: all rows of a tensor are cast with one calibrated range of values.
 
-    slot    fp32 [], the amax of the tensor; for a quantizer with zero points fp32 [2], the largest value and minus the smallest
-    cast    the cast of `inner`, in which every row has this range, so that formats and GEMMs are those of `inner`
+    range   stored as the scale of the slot: fp32 [], the amax of the tensor; for a quantizer with zero points fp32 [2], the
+            largest value and minus the smallest value
+    cast    the cast of the quantizer `inner`, with this range for every row; formats and GEMMs are the same as for `inner`
 
-No cast reads x for an amax, and no ranks agree. The static scale of per-tensor FP8 is `dlp.quant.fp8.static`.
+A cast does not read x to compute an amax, and ranks need no agreement. For per-tensor FP8 use `dlp.quant.fp8.static`.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def _filled(value: Tensor, *, out: Tensor) -> None:
 class StaticScaling(Wrapped):
     """Quantizer that casts by `inner`, with the static range in the slot for every row.
 
-    Raises ValueError for a quantizer without one scale per row (`fits`).
+    Raises ValueError for an `inner` that does not have one scale per row (`fits`).
     """
 
     def __post_init__(self) -> None:
         if not fits(self.inner):
             raise ValueError(
-                f"a static scale is one per tensor, and {self.inner} scales blocks: use a quantizer with one scale per row"
+                f"a static scale needs a quantizer with one scale per row; got {self.inner}: use such a quantizer"
             )
 
     @cached_property
@@ -59,16 +60,18 @@ class StaticScaling(Wrapped):
 
 
 def fits(quantizer: Quantizer) -> bool:
-    """Return whether a quantizer scales rows by amaxes that a static range can replace."""
+    """Return whether a quantizer has one scale per row, so that a static range can replace the observed amaxes."""
     return isinstance(quantizer, RowwiseScaling | IntScaling) and quantizer.reduces == (1,)
 
 
 def has_zero_points(quantizer: Quantizer) -> bool:
-    """Return whether a quantizer casts from the smallest and the largest value, to codes with a zero point."""
+    """Return whether a quantizer has zero points, so that its range is the smallest and the largest value."""
     return isinstance(quantizer, IntScaling) and not quantizer.symmetric
 
 
 def reach_of(quantizer: Quantizer, low: Tensor, high: Tensor) -> Tensor:
-    """Return the range of a tensor with values from `low` to `high`, fp32 [], as the slot of a static cast by `quantizer`."""
+    """Return the static range of `quantizer` for a tensor with smallest value `low` and largest value `high`, fp32 [].
+
+    The result is fp32 [2] for a quantizer with zero points, else fp32 [], as described at the top of this file."""
     reach = torch.stack([high, -low]).clamp(min=0)
     return reach if has_zero_points(quantizer) else reach.amax(0)

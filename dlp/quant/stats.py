@@ -1,15 +1,14 @@
-"""Statistics of casts, by the quantizer wrapper `Measured`.
+"""Statistics of casts, which the quantizer wrapper `Measured` records.
 
     amax         largest |x|
-    scale_inv    largest multiplier of codes
-    underflow    share of nonzero elements that became 0
-    saturation   share of nonzero elements beyond the largest value of their scale
+    scale_inv    largest scale_inv
+    underflow    share of nonzero elements whose decoded value is 0
+    saturation   share of nonzero elements beyond the largest value that their scale can represent
     sqnr_db      10 log10(sum x^2 / sum (x - decoded)^2)
 
-`measured(recipe, ...)` wraps all quantizers of a recipe; the codes do not change. A tensor that is only calibrated has only an
-amax. Statistics are summed on the device over all casts of a tensor in a step, into two tensors that are read once per step.
-scale_inv and saturation are computed from two codes of the format (`Format.landmarks`), and are missing for a format without
-these codes.
+`measured(recipe, ...)` wraps all quantizers of a recipe; the codes do not change. Statistics are accumulated on the device over
+all casts of a tensor in a step, in two tensors, which the host reads once per step. scale_inv and saturation are computed from
+two codes of the format (`Format.landmarks`); for a format without these codes they are unknown.
 """
 
 from __future__ import annotations
@@ -31,8 +30,13 @@ MAXIMA = ("amax", "scale_inv")
 
 
 class StatsTable:
-    """Table of statistics by name: `sums` fp64 [names, SUMS] and `maxima` fp32 [names, MAXIMA]. Casts count while `recording`
-    is set; `close` ends a step and stores the statistics of the step in `last`."""
+    """Table of the statistics of a step, with one row for each tensor name.
+
+    sums        fp64 [names, SUMS]
+    maxima      fp32 [names, MAXIMA]
+    last        copies of `sums` and `maxima` at the end of the last step
+    recording   whether `record` adds casts to the table
+    """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names = {name: row for row, name in enumerate(names)}
@@ -42,7 +46,7 @@ class StatsTable:
         self.recording = True
 
     def record(self, name: str, x: Tensor, quantized: QuantizedTensor, always: bool = False) -> None:
-        """Record one cast of x [rows, contraction]; `always`: also while `recording` is not set."""
+        """Add one cast of x [rows, contraction] to the row `name`, if `recording` or `always`."""
         if self.recording or always:
             sums, maxima = _measure(x.detach().float(), quantized)
             row = self.names[name]
@@ -50,6 +54,7 @@ class StatsTable:
             self.maxima[row] = torch.maximum(self.maxima[row], maxima)
 
     def close(self) -> None:
+        """End a step: store the statistics in `last`, and zero the table."""
         self.last = self.sums.clone(), self.maxima.clone()
         self.sums.zero_()
         self.maxima.zero_()
@@ -57,7 +62,7 @@ class StatsTable:
 
 
 def _measure(x: Tensor, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Return SUMS and MAXIMA of one cast."""
+    """Return the SUMS and the MAXIMA of one cast; unknown entries are NaN."""
     decoded, nonzero, unknown = quantized.dequantize(), x != 0, x.new_tensor(math.nan)
     saturated, scale = unknown, unknown
     if quantized.format.landmarks is not None:
@@ -69,14 +74,14 @@ def _measure(x: Tensor, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
 
 
 def _all_codes(quantized: QuantizedTensor, code: int) -> Tensor:
-    """Return the decoded values if every code were `code`: the scales, or the largest values."""
+    """Return the decoded values with every payload byte replaced by `code`. For the code of 1 these are the scales."""
     payload = torch.full_like(quantized.payload.view(torch.uint8), code).view(quantized.payload.dtype)
     return QuantizedTensor(quantized.format, (payload, *quantized.parts[1:])).dequantize()
 
 
 @dataclass(frozen=True)
 class Measured(Wrapped):
-    """Quantizer that records the casts of `inner` in `table` under `name`. Equality compares only `inner`."""
+    """Quantizer that casts by `inner` and records the casts in the row `name` of `table`. Equality compares only `inner`."""
 
     name: str = field(compare=False)
     table: StatsTable = field(compare=False)
@@ -88,13 +93,15 @@ class Measured(Wrapped):
 
 
 def names_of(layer: str) -> list[str]:
-    """Return all names of tensors of a layer, for any recipe."""
+    """Return all row names that a layer may have, whatever its recipe: LAYER.x, LAYER.x.rowwise, LAYER.x.columnwise, ..."""
     return [f"{layer}.{operand}{suffix}" for operand in OPERANDS for suffix in ("", ".rowwise", ".columnwise")]
 
 
 def measured(recipe: Recipe, layer: str, table: StatsTable) -> Recipe:
-    """Return the recipe with all quantizers measured, under the name LAYER.x, or LAYER.x.rowwise and LAYER.x.columnwise for two
-    separate casts."""
+    """Return the recipe with every quantizer wrapped in `Measured`; operands in high precision are not wrapped.
+
+    An operand that is cast once has the row LAYER.x; an operand that is cast separately for each orientation has the rows
+    LAYER.x.rowwise and LAYER.x.columnwise."""
 
     def wrap(operand: str, orientation: str) -> Quantizer:
         quantizers: Operand = getattr(recipe, operand)
@@ -120,7 +127,8 @@ def plain(recipe: Recipe) -> Recipe:
 
 
 def summary(sums: Tensor, maxima: Tensor) -> dict[str, float | None]:
-    """Return the statistics of one tensor in one step, from rows of the table; None for unknown statistics."""
+    """Return the statistics of one tensor in one step by name, from its rows of `sums` and `maxima`; None for an unknown or
+    infinite value."""
     total = dict(zip(SUMS, sums.tolist(), strict=True))
     nonzero = max(total["nonzero"], 1.0)
     found = dict(zip(MAXIMA, maxima.tolist(), strict=True)) | {

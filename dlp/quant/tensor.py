@@ -1,12 +1,12 @@
-"""Formats and quantized tensors: how to read the bits, and how each part is sharded.
+"""Formats and quantized tensors: shapes, decoding and sharding of codes and scales.
 
 A GEMM operand is a matrix [rows, contraction]. A `QuantizedTensor` is a plain record of the parts of this matrix: first the
-payload (codes, or high-precision values), then the scales. The `Format` defines the shapes and the decoding of the parts,
-whether the payload may be transposed, and how each part is sharded along each dimension of the operand: by the dimension of the
-part that concatenates, or SHARED for a part that is equal on all ranks.
+payload (codes, or high-precision values), then the scales. The `Format` defines the shapes and the decoding of the parts, and
+whether the payload may be transposed. For an operand that is sharded along a dimension, the format gives for each part the
+dimension along which the shards of the part are concatenated, or SHARED for a part that is equal on all ranks.
 
-Scales have compact shapes. On a GPU, `Format.empty` may give scales the memory layout that kernels write or read fastest.
-Further layouts for GEMMs are computed right before the GEMM, and parts are contiguous in transfers.
+Scales have compact shapes, without padding. On a GPU, `Format.empty` may allocate scales with the strides that kernels write or
+read fastest. Other layouts of scales for GEMMs are computed right before the GEMM. Parts are made contiguous for transfers.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SHARED = None
-UNSAID = -1
+SHARED = None  # the part is equal on all ranks
+UNSAID = -1  # the format does not define how the part is sharded
 Shape = tuple[int, ...]
 
 
@@ -32,9 +32,9 @@ class Part:
     Args:
         name: name of the tensor.
         dtype: dtype; None: the dtype of the source tensor.
-        rows: dimension of the tensor that is concatenated when the operand is sharded along its rows; SHARED: equal on all
-            ranks; UNSAID: the operand is never gathered quantized.
-        contraction: the same for the contraction dimension.
+        rows: dimension of this tensor along which shards are concatenated, if the operand is sharded along its rows; SHARED:
+            the tensor is equal on all ranks; UNSAID: quantized shards of the operand cannot be gathered.
+        contraction: the same for an operand that is sharded along the contraction.
 
     Examples:
         >>> from dlp.quant.tensor import SHARED
@@ -47,7 +47,8 @@ class Part:
     contraction: int | None = UNSAID
 
     def moves_along(self, dim: int) -> int | None:
-        """Return the dimension of this part that concatenates in a gather along dimension `dim` (0 or 1) of the operand."""
+        """Return the dimension of this part along which shards are concatenated in a gather along dimension `dim` of the
+        operand: `rows` for 0, `contraction` for 1."""
         return (self.rows, self.contraction)[dim]
 
 
@@ -88,7 +89,7 @@ class QuantizedTensor:
         return self.format.dequantize(self, dtype)
 
     def transpose(self) -> QuantizedTensor:
-        """Return the operand [contraction, rows] with the same values; only for a `transposable` format."""
+        """Return the operand [contraction, rows] with the same values. The format must be `transposable`."""
         return self.format.transpose(self)
 
 
@@ -96,9 +97,11 @@ class Format:
     """Base class of formats.
 
     A subclass is a frozen dataclass with `name`, `parts` and `block`, as attributes or properties, and with the methods
-    `part_shapes` and `dequantize`. A format may bring a GEMM, which then runs wherever the format is an operand:
-    `gemm(which, a, b, *, out_dtype, bias=None, accumulate=None)` with `which` in fprop, dgrad, wgrad, and D = A @ B.T. A GEMM
-    that takes `options` receives the `GemmOptions` of the recipe.
+    `part_shapes` and `dequantize`.
+
+    A format may define a GEMM D = A @ B.T as the method `gemm(which, a, b, *, out_dtype, bias=None, accumulate=None)`, with
+    `which` "fprop", "dgrad" or "wgrad". This method then runs all GEMMs with an operand of this format, unless the other
+    operand is in high precision. If the method has a parameter `options`, it receives the `GemmOptions` of the recipe.
 
     Examples:
         >>> from dlp.quant.fp8 import CurrentScaling
@@ -118,7 +121,7 @@ class Format:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Number of elements that share a scale, along (rows, contraction); 0 means the whole dimension."""
+        """Number of elements that share a scale, along (rows, contraction); 0 means the full dimension."""
         raise NotImplementedError(f"{type(self).__name__} must define block")
 
     @property
@@ -138,34 +141,36 @@ class Format:
 
     @property
     def element(self) -> str:
-        """Element type, if tensor cores distinguish element types: e4m3 or e5m2; else ""."""
+        """Element type of the codes, such as "e4m3", "e5m2" or "int8"; "" if GEMMs do not depend on it."""
         return ""
 
     @property
     def basis(self) -> str:
-        """Rotation of the values along the contraction, "" for none; both operands of a GEMM must have the same rotation."""
+        """Name of the transform of the values along the contraction, such as "rht"; "" for none. Both operands of a GEMM must
+        have the same transform."""
         return ""
 
     @property
     def bf16_exact(self) -> bool:
-        """Whether decoded values are exact in bf16, so that a GEMM may multiply them there."""
+        """Whether decoded values are exact in bf16, so that a GEMM may multiply decoded bf16 values."""
         return False
 
     @property
     def factors(self) -> str | None:
-        """Scale that `factored` returns with values that are exact in bf16: "" no scale, "tensor" one scale [], "row" scales
-        [rows]; None: decoded values do not factor."""
+        """Kind of scale that `factored` returns: "": no scale; "tensor": one scale []; "row": scales [rows]. None if decoded
+        values are not products of bf16 values and such a scale."""
         return "" if self.bf16_exact else None
 
     @property
     def landmarks(self) -> tuple[int, int] | None:
-        """Payload bytes of 1 and of the largest value, before scaling, for statistics of scales and saturation; None: no such
-        bytes."""
+        """Payload bytes that encode 1 and the largest value, before scaling, for statistics of scales and saturation. None if
+        the format has no such bytes."""
         return None
 
     @property
     def clips(self) -> bool:
-        """Whether the last part is the mask of clipped values, bool in the shape of the values, at which no gradient passes."""
+        """Whether the last part is a mask of clipped values, bool in the shape of the values. Backward sets the gradient of
+        clipped values to 0."""
         return False
 
     @property
@@ -190,8 +195,8 @@ class Format:
         raise NotImplementedError(f"{type(self).__name__} must define dequantize")
 
     def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
-        """Return values [rows, contraction] that are exact in bf16, and the fp32 scale of the values (`factors`), for GEMMs
-        that decode. `factors` must not be None."""
+        """Return values [rows, contraction] that are exact in bf16, and their fp32 scale (None if `factors` is ""). GEMMs that
+        decode multiply these values. `factors` must not be None."""
         return self.dequantize(q, torch.bfloat16), None
 
     def decode_parts(self, parts: Sequence[Tensor]) -> Tensor:
@@ -206,12 +211,12 @@ class Format:
         raise ValueError(f"format {self.name} cannot be transposed: quantize the transposed tensor instead")
 
     def part_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-        """Return the dtypes of the parts, for a source of `dtype`."""
+        """Return the dtypes of the parts of an operand that is cast from a tensor of `dtype`."""
         return tuple([part.dtype or dtype for part in self.parts])
 
     @cached_property
     def moves(self) -> list[list[int | None]]:
-        """`Part.moves_along` of every part, by dimension (0 or 1) of the operand."""
+        """`Part.moves_along` of all parts: moves[dim][i] for dimension `dim` (0 or 1) of the operand and part i."""
         return [[part.moves_along(dim) for part in self.parts] for dim in (0, 1)]
 
     def check(self, shape: tuple[int, int]) -> None:
@@ -224,29 +229,31 @@ class Format:
                 )
 
     def padded(self, x: Tensor) -> Tensor:
-        """Return x [rows, contraction] zero-padded to `multiple`, or x itself without padding."""
+        """Return x [rows, contraction], zero-padded to multiples of `multiple`; x itself if no padding is needed."""
         rows, cols = (-size % multiple for size, multiple in zip(x.shape, self.multiple, strict=True))
         return F.pad(x, (0, cols, 0, rows)) if rows or cols else x
 
     def concatenates(self, dim: int, size: int) -> bool:
-        """Return whether quantized shards with `size` rows (dim 0) or columns (dim 1) concatenate to the quantized unsharded
-        matrix, given agreed amaxes: every part defines the dimension that concatenates, and shards do not cut blocks."""
+        """Return whether quantized shards of `size` rows (dim 0) or columns (dim 1), concatenated along `dim`, equal the
+        quantized unsharded matrix, if ranks agree on amaxes. For this no part is UNSAID, and shards consist of complete
+        blocks."""
         says = all(part.moves_along(dim) != UNSAID for part in self.parts)
         return says and (self.block[dim] == 0 or size % self.block[dim] == 0) and size % self.multiple[dim] == 0
 
     def empty(self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
-        """Allocate an operand of `shape`. `dtype`: dtype of the source, for high-precision parts."""
+        """Allocate an operand of `shape`. `dtype`: dtype of high-precision parts."""
         shapes = zip(self.parts, self.part_shapes(shape), strict=True)
         return QuantizedTensor(
             self, tuple(torch.empty(s, dtype=part.dtype or dtype, device=device) for part, s in shapes)
         )
 
     def wrap(self, parts: Any) -> QuantizedTensor:
-        """Return a QuantizedTensor from a sequence that begins with the parts of this format."""
+        """Return a QuantizedTensor of the first parts in a sequence, which may be longer than `parts` of this format."""
         return QuantizedTensor(self, tuple(parts[: len(self.parts)]))
 
     def fill(self, out: QuantizedTensor | None, *parts: Tensor) -> QuantizedTensor:
-        """Return the parts as a QuantizedTensor of this format; parts outside of `out` are copied into `out`, if given."""
+        """Return a QuantizedTensor of these parts. With `out`, return `out`, after copying all parts that are not tensors of
+        `out` into it."""
         if out is None:
             return QuantizedTensor(self, parts)
         for destination, part in zip(out.parts, parts, strict=True):
@@ -255,8 +262,8 @@ class Format:
         return out
 
     def nbytes(self, shape: tuple[int, int], dtype: torch.dtype, *, along: int | None = None) -> int:
-        """Return the number of bytes of all parts of an operand of `shape`, or with `along` only of parts that are sent in a
-        gather along this dimension."""
+        """Return the number of bytes of all parts of an operand of `shape`, or with `along` only of the parts that a gather
+        along this dimension of the operand sends. `dtype`: dtype of high-precision parts."""
         return sum(
             torch.Size(size).numel() * (part.dtype or dtype).itemsize
             for part, size in zip(self.parts, self.part_shapes(shape), strict=True)
@@ -266,7 +273,7 @@ class Format:
 
 @dataclass(frozen=True)
 class HighPrecision(Format):
-    """Format of source values (bf16 or fp32) in one part; the transpose is a strided view."""
+    """Format of values in high precision, in the dtype of the source tensor. The transpose is a strided view."""
 
     name = "hp"
     parts = (Part("values", None, rows=0, contraction=1),)
@@ -281,7 +288,7 @@ class HighPrecision(Format):
         return q.payload.to(dtype)
 
     def factored(self, q: QuantizedTensor) -> tuple[Tensor, Tensor | None]:
-        """Return the values, which are exact in bf16 if the dtype is bf16."""
+        """Return the values in their dtype, without scale. Only bf16 values are exact in bf16."""
         return q.payload, None
 
     def transpose(self, q: QuantizedTensor) -> QuantizedTensor:

@@ -1,1 +1,1 @@
-"""Execution of forward and backward: autograd functions and captured launches. Imports kernels only."""
+"""Execution of forward and backward: autograd functions and captured launches. Of dlp, this package imports only kernels."""

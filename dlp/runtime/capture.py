@@ -1,22 +1,22 @@
-"""Captured launches: the launches of a function, recorded once, then launched on other tensors by one native call.
+"""Captured launches: the kernel launches of a function, recorded once, and replayed on other tensors by one native call.
 
     captured = record(run, given, fixed)     records `run()`, which reads the tensors `given`, without launching
-    results = captured(given)                runs the recorded launches; bitwise equal to `run()` on these tensors
+    results = captured(given)                replays the launches; bitwise equal to `run()` on these tensors
 
-Between two calls with tensors of equal shapes, strides, dtypes and alignment only addresses change, if (1) the function only
-allocates, takes views and launches kernels of this package, and (2) its decisions depend on nothing else. `record` checks the
-first condition, and raises `NotPlain` for other operations. The caller is responsible for the second condition. In a call,
-results are allocated one by one, and all intermediate tensors in one allocation, in which tensors with disjoint lifetimes
-share memory.
+A replay is valid if only addresses differ between two calls of the function. This holds if (1) the function only allocates,
+takes views and launches kernels of dlp, and (2) its decisions depend only on shapes, strides, dtypes and alignment of `given`.
+`record` checks the first condition, and raises `NotPlain` for other operations. The caller is responsible for the second
+condition. A replay allocates each result separately, and all intermediate tensors in one allocation, in which tensors that are
+not in use at the same time share memory.
 
 `CapturedPasses` captures the forward and the backward of an autograd function:
 
     first call      runs the function, which builds GEMM plans, workspaces and tables
-    second call     records the launches of the function, and runs them
-    further calls   allocate the results and run the recorded launches in one native call
+    second call     records the launches of the function, and replays them
+    further calls   replay the launches
 
-Calls between launches (`launches.call`), such as collectives of NCCL, are repeated in every call of the captured launches,
-which is then one native call for each stretch of launches between them.
+Calls between launches (`launches.call`), such as collectives of NCCL, are repeated in every replay. They divide the launches
+into segments, and each segment is one native call.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ from dlp.kernels.launches import (
 )
 from dlp.kernels.ranges import named_range
 
-ALIGNMENT = 512  # bytes; alignment of torch's allocations on CUDA
+ALIGNMENT = 512  # alignment of torch's allocations on CUDA, in bytes
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
-# Allocate a tensor of (shape, strides, dtype) on the current device without the dispatcher, as compiled code of torch
-# does.
+# Functions (shape, strides, dtype) -> new tensor on the current device, by device type. Like compiled code of torch, they
+# bypass the dispatcher.
 _EMPTY = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
 PASSES = FORWARD, BACKWARD = "forward", "backward"
-LIMIT = 64  # captured kinds of inputs of one autograd function; inputs of further kinds are launched one by one
+LIMIT = 64  # maximum number of keys in one `CapturedPasses`; kernels for further keys are launched one by one
+# Reasons why a pass is not captured, for plans and logs
 SEEN = "waits for a second call with inputs of these shapes"
 SHARED = "inputs share memory"
 VARIES = f"more than {LIMIT} combinations of shapes, strides and alignments"
@@ -61,20 +62,20 @@ RunForward = Callable[[], tuple[list[Tensor], list[Tensor]]]
 Key = tuple[Any, ...]
 _FIXED = -1
 Make = Callable[[], Tensor]
-Range = tuple[int, int]  # an address, and the number of bytes there
-# Memory that was used during a recording: address and size in bytes; the tensor that replaces the memory in a later
-# run, as an index among the tensors of that run (_FIXED: the address stays); and the offset of the memory in that
-# tensor, in bytes.
+Range = tuple[int, int]  # address, and size in bytes
+# Memory that a recording used: address; size in bytes; index of the tensor that replaces the memory in a replay (_FIXED: the
+# memory is the same in every replay); offset of the memory in this tensor, in bytes.
 Memory = tuple[int, int, int, int]
 Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
 class _Watch(TorchDispatchMode):
-    """A dispatch mode that sees every operation of torch, and raises `NotPlain` for one that is neither an allocation nor a
-    view. `allocated`: the tensors that were allocated, which are kept alive, so that no two have the same address.
+    """Dispatch mode of a recording, which raises `NotPlain` for an operation of torch that is neither an allocation nor a view.
 
-    An operation that may return its argument or a copy, such as `to`, is declared as a view, so its result is checked: a copy
-    made while recording would be missing in later calls, and launches would read other memory.
+    allocated   the allocated tensors; they stay alive, so that all of them have different addresses
+
+    Operations that return either their argument or a copy, such as `to`, are declared as views by torch. Their results are
+    therefore checked: a replay would not repeat the copy.
     """
 
     def __init__(self) -> None:
@@ -93,17 +94,16 @@ class _Watch(TorchDispatchMode):
 
 
 class CapturedLaunches:
-    """Launches that `record` returns.
+    """Recorded launches of a function, which a call replays on other tensors.
 
-    between    size in bytes of the intermediate tensors, which share one allocation
-    segments   a letter for each segment: "L" for launches in one native call, "C" for the start of a call between launches,
-               "A" for the wait for the end of this call
+    between    size in bytes of the allocation of all intermediate tensors
+    segments   string with one letter for each segment: "L" for launches in one native call, "C" for the start of a call
+               between launches, "A" for the wait for the end of this call
     """
 
     def __init__(self, launched: Launched, given: Sequence[Tensor], fixed: Sequence[Range], returned: Sequence[Tensor],
                  allocated: Sequence[Tensor]) -> None:  # fmt: skip
-        # Each result is a view of `given`, which is taken again in each call, or an allocation, which is made again in
-        # each call.
+        # A result is a view of a tensor in `given`, or a new allocation. A replay takes the same view, or allocates again.
         wholes = {whole.data_ptr(): whole for whole in allocated}
         views = [None if result.data_ptr() in wholes else _view(result, given) for result in returned]
         results = [result for result, view in zip(returned, views, strict=True) if view is None]
@@ -116,7 +116,8 @@ class CapturedLaunches:
         if self.between:
             self._make.append(partial(_EMPTY[device.type], (self.between,), (1,), torch.uint8))
         self._count, self._multiplies = len(results), any(name == GEMM for name, _, _ in launched)
-        # The tensors of a call: given, results, one for all intermediate tensors (`arena`), the workspace of GEMMs (`space`).
+        # The tensors of a replay, by index: `given`, the allocated results, at index `arena` the allocation of all intermediate
+        # tensors, at index `space` the workspace of GEMMs.
         arena, space = len(given) + len(outs), len(given) + len(self._make)
         memory = [(*_span(tensor), base, 0) for base, tensor in enumerate([*given, *outs])]
         memory += [(*_span(whole), arena, offset) for whole, offset in zip(between, offsets, strict=True)]
@@ -134,9 +135,10 @@ class CapturedLaunches:
         self._launch: Any = self._steps[0] if self.segments == "L" else None
 
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
-        """Run the launches on tensors of the recorded shapes, strides, dtypes and alignment; return the results.
-        `addresses`: addresses of the tensors, if the caller has computed them."""
-        stream = stream_of(given[0])  # tensors are on the current device
+        """Replay the launches on tensors of the recorded shapes, strides, dtypes and alignment; return the results.
+
+        addresses   `data_ptr()` of each tensor; (): computed here"""
+        stream = stream_of(given[0])  # all tensors are on the current device
         allocated = [make() for make in self._make]
         bases = [*addresses] if addresses else [tensor.data_ptr() for tensor in given]
         bases += [tensor.data_ptr() for tensor in allocated]
@@ -165,8 +167,13 @@ class CapturedLaunches:
 
 
 def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Iterator[tuple[str, Any]]:
-    """The segments of a recording, each a letter and an object: "L", the native program of consecutive launches; "C", a call
-    and the places of its tensors; "A", the call to wait for. `count`: number of tensors of a run."""
+    """Yield the segments of a recording as (letter, object).
+
+    "L"   native function that runs consecutive launches
+    "C"   a call between launches, and the positions of its tensors (`_place`)
+    "A"   the call whose end is awaited
+
+    count   number of tensors of a replay"""
     for are_calls, steps in groupby(launched, lambda step: step[0] in (CALL, ANSWER)):
         if not are_calls:
             yield "L", loader.load().Program(list(steps), memory, count).run
@@ -177,9 +184,9 @@ def _segments(launched: Launched, memory: Sequence[Memory], count: int) -> Itera
 
 
 def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int, Kind]:
-    """Place of a tensor of a call in a later run: the index among the tensors of the run, the offset from the first
-    element of that tensor in bytes, and the kind. Raises NotPlain for fixed memory and for memory that the recording
-    does not know."""
+    """Return the position of an argument of a call in a replay: index of a tensor of the replay, offset from the first element
+    of this tensor in bytes, and shape, strides and dtype of the argument. Raises NotPlain for fixed memory and for memory that
+    the recording does not know."""
     for start, size, base, offset in memory:
         if start <= address < start + size and base != _FIXED:
             return base, address - start + offset, kind
@@ -187,19 +194,19 @@ def _place(address: int, kind: Kind, memory: Sequence[Memory]) -> tuple[int, int
 
 
 def _at(tensor: Tensor, offset: int, kind: Kind) -> Tensor:
-    """The tensor that begins at this offset from the first element of another tensor."""
+    """Return a tensor of this kind in the memory of `tensor`, `offset` bytes after its first element."""
     shape, stride, dtype = kind
     first = (tensor.storage_offset() * tensor.itemsize + offset) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), first, shape, stride)
 
 
 def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: Sequence[Tensor]) -> CapturedLaunches:
-    """Record `run`, which returns tensors that it allocated, or views of `given`.
+    """Record the launches of `run`, without launching. `run` returns tensors that it allocated, or views of `given`.
 
     given     the tensors that `run` reads, which must be `disjoint`
-    fixed     further memory that kernels read or write, whose addresses stay as long as the captured launches are used
+    fixed     further tensors that kernels read or write; their addresses must not change as long as the result is used
 
-    Raises NotPlain; then nothing has been launched.
+    Raises NotPlain if `run` cannot be recorded.
     """
     with recording() as launched, _Watch() as watch:
         results = run()
@@ -207,15 +214,17 @@ def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: 
 
 
 class CapturedPasses:
-    """The captured forward and backward of an autograd function: of a layer, or of a sequence of ops.
+    """Captured launches of the forward and backward of a layer or of a sequence of ops.
 
-    obstacle   returns why captured launches may not run now; empty: they may
-    memory     returns the tensors besides those of a call that launches read and write
-    why        by pass: reason why the pass is never captured; empty: it can be captured
-    possible   by pass: whether the pass can be captured
-    found      by pass and by all that the launches depend on except addresses: the captured launches, or the reason why
-               there are none (SEEN after the first call)
-    skipped    by pass that can be captured: reason why the last call neither captured launches nor used captured launches
+    A key is a tuple of the pass (FORWARD or BACKWARD) and all properties of the inputs that the launches depend on, except
+    addresses.
+
+    obstacle   function that returns the reason why captured launches may not be used in this call; "": no reason
+    memory     function that returns further tensors that launches read and write, whose addresses do not change
+    why        pass -> reason why the pass is never captured; "": it can be captured
+    possible   pass -> whether the pass can be captured
+    found      key -> captured launches, or the reason why there are none (SEEN after the first call)
+    skipped    pass -> reason why a call neither recorded nor replayed launches; the last such reason
     """
 
     def __init__(
@@ -237,8 +246,11 @@ class CapturedPasses:
     def forward(
         self, key: Key, run: RunForward, reads: Sequence[Tensor], count: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Call `run`, a forward with `count` y_i, or its captured launches. `key`: all that the launches depend on, except
-        addresses and what all calls of this object share; `reads`: the tensors that the launches read."""
+        """Run a forward, by `run` or by captured launches. Return the results (`count` tensors) and the saved tensors.
+
+        key     key of the inputs, without the pass
+        run     function that runs the forward, and returns results and saved tensors
+        reads   tensors that the launches read"""
 
         def flat() -> list[Tensor]:
             ys, kept = run()
@@ -248,12 +260,11 @@ class CapturedPasses:
         return results[:count], results[count:]
 
     def backward(self, key: Key, run: Run, reads: Sequence[Tensor]) -> list[Tensor]:
-        """Call `run`, a backward, or its captured launches; `key` and `reads` as in `forward`."""
+        """Run a backward, by `run` or by captured launches, and return the results. `key`, `reads`: as in `forward`."""
         return self.run((BACKWARD, *key), reads, run)
 
     def run(self, key: Key, given: Sequence[Tensor], run: Run) -> list[Tensor]:
-        """Call `run`, which reads `given`, or its captured launches. `key`: a pass, and all that the launches depend
-        on."""
+        """Call `run`, which reads `given`, or replay its captured launches. `key`: a pass and the key of the inputs."""
         pass_name, why = key[0], self.obstacle()
         if why:
             return self._launched(pass_name, why, run)
@@ -267,7 +278,7 @@ class CapturedPasses:
             return self._launched(pass_name, VARIES, run)
         if found is None:  # the first call
             self.found[key] = SEEN
-        if found is not SEEN:  # the first call, or a call that could not be recorded
+        if found is not SEEN:  # the first call, or `found` is the reason why recording failed
             return run()
         if not disjoint(given):  # the second call
             return self._launched(pass_name, SHARED, run)
@@ -284,8 +295,8 @@ class CapturedPasses:
         return run()
 
     def states(self, pass_name: str) -> Iterator[str]:
-        """Return, for each kind of inputs of this pass, the reason why it is not captured; an empty reason if it
-        is captured."""
+        """Yield the reasons why inputs of this pass are not captured, one for each key, with "" for a captured key; also the
+        entries of `why` and `skipped` of the pass."""
         if self.why.get(pass_name):
             yield self.why[pass_name]
         for key, launches in self.found.items():
@@ -296,30 +307,30 @@ class CapturedPasses:
 
 
 def possible(x: Tensor) -> bool:
-    """Whether the device of x runs kernels of this package."""
+    """Return whether kernels of dlp run on the device of x."""
     return table.runs_kernels(x)
 
 
 def disjoint(tensors: Sequence[Tensor]) -> bool:
-    """Whether no two of these tensors share memory, so that an address belongs to one of them."""
+    """Return whether no two of these tensors share memory, so that an address belongs to at most one tensor."""
     spans = sorted(map(_span, tensors))
     return all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:], strict=False))
 
 
 def _shares(tensor: Tensor, view: Tensor) -> bool:
-    """Whether two tensors are in one allocation."""
+    """Return whether two tensors share a storage."""
     return bool(torch._C._is_alias_of(tensor, view))  # type: ignore[attr-defined]
 
 
 def _span(tensor: Tensor) -> Range:
-    """The address of a tensor's first element, and the number of bytes to the end of the last element."""
+    """Return the address of the first element of a tensor, and the number of bytes up to the end of the last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
-    """The allocation that starts at a result. Raises NotPlain if another result has this allocation, or if the dtype
-    differs."""
+    """Return the allocation that starts at the address of a result, and remove it from `wholes` (address -> allocation). Raises
+    NotPlain if another result used this allocation, or if the dtype differs."""
     whole = wholes.pop(result.data_ptr(), None)
     if whole is None or whole.dtype != result.dtype:
         raise NotPlain("returns two results that share memory")
@@ -327,8 +338,8 @@ def _whole(result: Tensor, wholes: dict[int, Tensor]) -> Tensor:
 
 
 def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Return a function that takes the same view in a later run, for a result that is a view of a tensor in `given`.
-    Raises NotPlain if the result is not such a view."""
+    """Return a function that takes the view `result` again from the tensors of a replay. Raises NotPlain if `result` is not a
+    view of a tensor in `given`."""
     at, _ = _span(result)
     for i, tensor in enumerate(given):
         start, size = _span(tensor)
@@ -340,7 +351,8 @@ def _view(result: Tensor, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]
 
 
 def _maker(result: Tensor, whole: Tensor) -> Make:
-    """A function that allocates a tensor of the shape, strides and dtype of `result`, in an allocation as large as `whole`."""
+    """Return a function that allocates a tensor with shape, strides and dtype of `result`, in an allocation of the size of
+    `whole`."""
     empty, shape, stride, dtype = _EMPTY[result.device.type], tuple(result.shape), result.stride(), result.dtype
     if _span(result) == _span(whole):
         return partial(empty, shape, stride, dtype)
@@ -349,9 +361,10 @@ def _maker(result: Tensor, whole: Tensor) -> Make:
 
 
 def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], int]:
-    """Offsets of the intermediate tensors in one allocation, and its size, in bytes. A tensor is in use from the first to the
-    last launch with its address, or, on a side stream, until the stream is waited for; tensors that are in use at the same
-    time do not overlap."""
+    """Return the offset in bytes of each intermediate tensor in one allocation, and the size of the allocation in bytes.
+
+    Tensors that are in use at the same time do not overlap. A tensor is in use from the first to the last launch with its
+    address; for a launch on a side stream, until the current stream waits for the side stream (`_windows`)."""
     windows = _windows(launched)
     uses = [
         [
@@ -361,7 +374,7 @@ def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], in
         ]
         for tensor in tensors
     ]
-    placed: list[tuple[int, int, int, int]] = []  # first and last use, begin and end
+    placed: list[tuple[int, int, int, int]] = []  # first and last step in use; begin and end in bytes
     offsets, size = [], 0
     for tensor, steps in zip(tensors, uses, strict=True):
         first, last = (min(steps)[0], max(end for _, end in steps)) if steps else (0, -1)
@@ -379,11 +392,11 @@ def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], in
 
 
 def _windows(launched: Launched) -> list[tuple[int, int]]:
-    """Return, for each launch, the first and the last step of the recording at which it may run.
+    """Return, for each launch, the first and the last step of the recording at which its kernel may run.
 
-    On the current stream both are the step of the launch. On a side stream the first is the step that recorded the event
-    that the side stream last waited for; the last is the step in which the current stream waits for the next event of the
-    side stream.
+    On the current stream, both are the step of the launch. On a side stream, the first is the step that recorded the event for
+    which the side stream last waited; the last is the step at which the current stream waits for the next event that the side
+    stream records after the launch.
     """
     windows = [(step, step) for step in range(len(launched))]
     for lane in {lane for _, _, lane in launched} - {CURRENT}:
@@ -401,12 +414,12 @@ def _windows(launched: Launched) -> list[tuple[int, int]]:
 
 
 def _last(launched: Launched, step: int, wanted: tuple[str, tuple[Any, ...], int]) -> int:
-    """The last step before `step` at which `wanted` was launched; 0 if there is none."""
+    """Return the last step before `step` that equals `wanted`; 0 if there is none."""
     return max((i for i in range(step) if launched[i] == wanted), default=0)
 
 
 def _mentions(arguments: Any, span: Range) -> bool:
-    """Whether one of these arguments is an address in `span`."""
+    """Return whether one of these arguments, which may be nested tuples, is an address in `span`."""
     if isinstance(arguments, tuple):
         return any(_mentions(argument, span) for argument in arguments)
     return isinstance(arguments, int) and span[0] <= arguments < span[0] + span[1]

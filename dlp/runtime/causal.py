@@ -1,20 +1,20 @@
-"""Causal attention in which the queries are the queries of the last keys.
+"""Causal attention of M queries at the last M of N key positions.
 
     q                [B, heads, M, D]
     k, v             [B, kv heads, N, D], N >= M; query i attends to keys 0 .. N - M + i
 
-Backends of `scaled_dot_product_attention` have the causal mask of a square. For M < N, attention is two calls of the
-kernel that computes the square, and a merge by the log-sum-exps (lse) of the scores:
+The causal mask of most backends of `scaled_dot_product_attention` assumes M = N. For M < N, this file calls the kernel of the
+backend twice, and merges the two results by the log-sum-exps (lse) of the scores:
 
-    keys before      out_0, lse_0 = attention(q, k[:N-M], v[:N-M])
-    own keys         out_1, lse_1 = attention(q, k[N-M:], v[N-M:]), causal
+    first keys       out_0, lse_0 = attention(q, k[:N-M], v[:N-M]), not causal
+    last M keys      out_1, lse_1 = attention(q, k[N-M:], v[N-M:]), causal
     merge            lse = log(exp(lse_0) + exp(lse_1))
                      out = exp(lse_0 - lse) out_0 + exp(lse_1 - lse) out_1, in fp32
     backward         p = exp(q k^T - lse), ds = p (dy v^T - sum(dy out)): with the merged out and lse, the backward of
-                     each call gives dk and dv of the call's keys, and a term of dq
+                     each call gives dk and dv of the keys of this call, and a term of dq
 
-The flash kernel of GPUs has the causal mask of the last keys, and computes M < N in one call. Dtypes and shapes that no
-such kernel supports, and backends without lse, use a mask in memory.
+The flash kernel of GPUs aligns its causal mask with the last keys, and computes M < N in one call. Other backends, and dtypes
+and shapes that no such kernel supports, use a mask in memory.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ Results = tuple[Tensor, ...]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute causal attention of the queries of the last keys, by the backend that `scaled_dot_product_attention` uses
-    if queries and keys are equal in number.
+    """Compute causal attention of M queries at the last M of N key positions.
+
+    The backend is the backend that `scaled_dot_product_attention` chooses for the last M keys.
 
     Shape:
-        - q: [B, heads, M, D]; k, v: [B, kv heads, N, D]
+        - q: [B, heads, M, D]; k, v: [B, kv heads, N, D], N >= M
         - output: the shape of q
     """
-    if autocasts(q):  # the kernels' ops do not cast
+    if autocasts(q):  # ops of the backends do not autocast
         q, k, v = map(in_autocast_dtype, (q, k, v))
     before, grouped = k.shape[2] - q.shape[2], q.shape[1] != k.shape[1]
     if before == 0:
@@ -49,8 +50,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     own = k[:, :, before:], v[:, :, before:]
     backend = backend_of(q, *own, grouped)
     if (q.device.type, backend) == ("cuda", SDPBackend.FLASH_ATTENTION) and q.shape[3] % 8 == 0:
-        # `scaled_dot_product_attention` reaches this mask of the kernel only by a CausalBias, which torch cannot create
-        # in a dispatch mode
+        # Called directly: `scaled_dot_product_attention` uses this mask only for a CausalBias, which torch cannot create in a
+        # dispatch mode
         out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
         return out
     if (q.device.type, backend) in KERNELS:
@@ -62,17 +63,17 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def backend_of(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> SDPBackend:
     """Return the backend that `scaled_dot_product_attention` chooses for causal attention."""
-    # The kernel of the device, as `scaled_dot_product_attention` does: for fake tensors the dispatcher would call the
-    # kernel of the meta device
+    # Redispatch to the kernel of the tensor's device, as `scaled_dot_product_attention` does: for fake tensors the dispatcher
+    # would call the kernel of the meta device
     key = torch._C._dispatch_key_parse(torch._C._dispatch_key_for_device(q.device.type))
     choose = aten._fused_sdp_choice.default.redispatch
     return SDPBackend(choose(torch._C.DispatchKeySet(key), q, k, v, None, 0.0, True, enable_gqa=grouped))
 
 
 class Kernel(NamedTuple):
-    """Kernel of torch for attention with or without the causal mask of a square.
+    """Attention kernel of torch, without mask or with the causal mask for equal numbers of queries and keys.
 
-    forward   (q, k, v, causal) -> out, lse, and results that the backward reads
+    forward   (q, k, v, causal) -> (out, lse, ...); further results are inputs of the backward
     backward  (dy, (q, k, v), results of the forward, causal) -> dq, dk, dv
     """
 
@@ -82,7 +83,7 @@ class Kernel(NamedTuple):
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Results:
     found = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
-    return found[0], found[1], found[6], found[7]  # the last two are the seed and offset of dropout
+    return found[0], found[1], found[6], found[7]  # out, lse, and seed and offset of dropout
 
 
 def _cudnn_backward(dy: Tensor, qkv: Results, forward: Results, causal: bool) -> Results:
@@ -111,7 +112,7 @@ KERNELS = {
 
 
 class Merged(torch.autograd.Function):
-    """Attention by two calls of a kernel. Shapes as for `causal`."""
+    """Attention by two calls of a `Kernel` and a merge. Shapes as for `causal`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
@@ -133,17 +134,17 @@ class Merged(torch.autograd.Function):
 
 
 def _parts(keys: Tensor, q: Tensor) -> Results:
-    """Split into the keys before the queries' own keys, and the own keys."""
+    """Split keys (or values) [B, kv heads, N, D] into the first N - M and the last M, for M queries."""
     return keys.split((keys.shape[2] - q.shape[2], q.shape[2]), 2)
 
 
 def merge(out_0: Tensor, lse_0: Tensor, out_1: Tensor, lse_1: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention to two sets of keys.
+    """Merge the results of attention to two disjoint sets of keys.
 
     Shape:
         - out_0, out_1: [B, heads, M, D]
         - lse_0, lse_1: [B, heads, M] or [B, heads, M, 1], in fp32, or fp64 for fp64 inputs; natural logarithms
-        - output: out and lse, in the shapes and dtypes of out_1 and lse_1
+        - output: out and lse, in the shapes of out_1 and lse_1; out in the dtype of out_0
     """
     lse = torch.logaddexp(lse_0, lse_1)
     weight_0, weight_1 = ((part - lse).exp().reshape(*out_0.shape[:3], 1) for part in (lse_0, lse_1))

@@ -1,8 +1,8 @@
-"""The autograd function of eager calls, keys of calls, modes of torch, and results that users may write to.
+"""The autograd function `PassFunction` of eager layers, and helpers: keys of inputs, modes of torch, writable results.
 
-A linear (`dlp.parallel.linear.autograd`) and a sequence of ops (`dlp.ops.passes`) run through the same `PassFunction`, each
-with a forward and a backward. Captured launches of a pass (`dlp.runtime.capture`) serve all calls with an equal key. Traced
-calls of linears run through opaque ops instead (`dlp.parallel.linear.opaque`).
+A linear (`dlp.parallel.linear.autograd`) and a sequence of ops (`dlp.ops.passes`) give their forward and backward to
+`PassFunction`. Captured launches of a pass (`dlp.runtime.capture`) are replayed for all inputs with the same key. Under
+torch.compile, or in a dispatch mode, linears run as opaque ops instead (`dlp.parallel.linear.opaque`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from dlp.runtime.capture import ALIGNMENT, Key
 
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 
-# Keys of calls
+# Keys of inputs: inputs with equal keys can use the same captured launches
 
 
 def multiplies_tf32(x: Tensor) -> bool:
-    """Whether GEMMs of this x use TF32; the setting of torch may change between two calls."""
+    """Return whether GEMMs of x use TF32. The setting of torch may change between two calls."""
     return x.dtype is torch.float32 and gemms.tf32()
 
 
 def shape_key(tensor: Tensor) -> Key:
-    """Properties of a tensor, except the address, that launches depend on."""
+    """Return the properties of a tensor that launches depend on, except the address: shape, strides, dtype, alignment and
+    device."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT, tensor.get_device()
 
 
 def shape_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
-    """`shape_key` of several tensors on one device, without a Python call for each."""
+    """Return the properties of `shape_key` for several tensors on one device, without a Python call for each tensor.
+
+    addresses   `data_ptr()` of each tensor"""
     found: list[Any] = [tensors[0].get_device(), *[address % ALIGNMENT for address in addresses]]
     for tensor in tensors:
         found += tensor.shape, tensor.stride(), tensor.dtype
@@ -41,12 +44,12 @@ def shape_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
 
 
 def layout_keys(tensors: Sequence[Tensor], addresses: Sequence[int]) -> Key:
-    """`shape_keys` without shapes and dtypes."""
+    """Return alignments and strides of several tensors. addresses: `data_ptr()` of each tensor."""
     return *[address % ALIGNMENT for address in addresses], *[tensor.stride() for tensor in tensors]
 
 
 def layout_key(tensor: Tensor) -> Key:
-    """`shape_key` without shape and dtype."""
+    """Return strides and alignment of a tensor."""
     return tensor.stride(), tensor.data_ptr() % ALIGNMENT
 
 
@@ -54,22 +57,23 @@ def layout_key(tensor: Tensor) -> Key:
 
 
 def opaque() -> bool:
-    """Whether a tracer or a dispatch mode is active, so that a linear must run as the opaque ops."""
+    """Return whether torch.compile traces or a dispatch mode is active, so that a linear must run as opaque ops."""
     return torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def no_autocast(tensors: Sequence[Tensor | None]) -> torch.autocast:
-    """A context in which torch.autocast is off for the device of these tensors, since a layer chooses its dtypes itself."""
+    """Return a context manager that turns torch.autocast off on the device of these tensors, because dlp layers choose dtypes
+    themselves."""
     return torch.autocast(next(tensor.device.type for tensor in tensors if tensor is not None), enabled=False)
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether torch.autocast is on for the device of x."""
+    """Return whether torch.autocast is on for the device of x."""
     return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """x in the dtype of torch.autocast; y then has this dtype, as for nn.Linear."""
+    """Return x in the dtype of torch.autocast if x is bf16, fp16 or fp32; then y has this dtype, as for nn.Linear."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if x.dtype in ACTIVATIONS else x
 
 
@@ -79,9 +83,9 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
 class Passes(NamedTuple):
     """The forward and backward that `PassFunction` runs.
 
-    forward    (ctx, run, tensors) -> results; saves the tensors for backward with `ctx.save_for_backward`
-    backward   (ctx, run, grads) -> the gradient of each tensor, None where no gradient is needed. An entry of `grads` is None
-               if nothing uses the result
+    forward    (ctx, run, tensors) -> results; saves tensors for backward with `ctx.save_for_backward`
+    backward   (ctx, run, grads) -> the gradient of each of `tensors`, None if no gradient is needed. An entry of `grads` is
+               None if the loss does not depend on this result
     """
 
     forward: Callable[[Any, Any, Sequence[Any]], tuple[Tensor, ...]]
@@ -89,10 +93,11 @@ class Passes(NamedTuple):
 
 
 class PassFunction(torch.autograd.Function):
-    """`apply_pass(passes, run, *tensors)` -> results of the forward. `run` belongs to one forward and the backward of it.
+    """Autograd function of a forward and a backward. Call `apply_pass(passes, run, *tensors)`; it returns the results.
 
-    Parameters may be DTensors: the passes unwrap them and wrap their gradients, since an autograd function that does so for
-    each parameter takes as much host time as a small layer.
+    `run`: any object, which `passes` get in the forward and in the backward of this call. Parameters may be DTensors:
+    `passes.forward` unwraps parameters and `passes.backward` wraps gradients, since `to_local` with autograd for each parameter
+    takes as much host time as a small layer.
     """
 
     @staticmethod
@@ -117,28 +122,29 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> Any:
 
 
 def _backward_once(ctx: Any, *grads: Tensor | None) -> Any:
-    """Run the backward for `create_graph=True`, such that a second differentiation raises.
+    """Run the backward for `create_graph=True`, such that a second differentiation raises RuntimeError.
 
-    torch's `once_differentiable` raises only if an incoming gradient requires a gradient, but dx and dw depend on x and
-    w as well. Here all incoming gradients therefore require a gradient.
+    torch's `once_differentiable` makes the second differentiation raise only if an incoming gradient requires a gradient. dx
+    and dw depend on x and w as well, so all incoming gradients are made to require a gradient.
     """
     return _differentiate(ctx, *[None if grad is None else grad.detach().requires_grad_() for grad in grads])
 
 
-# `PassFunction.apply` without torch's Python wrapper, which searches every argument for tensors of torch.func's
-# transforms and takes 3 of about 60 microseconds of host time of a tiny linear. `refuse_transforms` runs before it.
+# `PassFunction.apply` without torch's Python wrapper, which costs host time in every call: it searches all arguments for
+# tensors of torch.func's transforms. Callers call `refuse_transforms` first.
 apply_pass: Callable[..., Any] = super(torch.autograd.Function, PassFunction).apply
 
 
 def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the results of an autograd function of `given` such that users can write to them. torch refuses writes to views
-    that a function returns, so a view that shares memory with neither an input nor another result is detached; then it is
-    no view."""
+    """Return results of an autograd function that users can write to in place.
+
+    torch refuses writes to views that a custom function returns. A result that is a view, but shares memory neither with a
+    tensor in `given`, the inputs, nor with another result, is therefore detached, so that it is no view any more."""
     return _without_views(results, given) if any([result._is_view() for result in results]) else results
 
 
 def _without_views(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`owned` of results some of which are views."""
+    """Return `owned` for results of which at least one is a view."""
     bases = [_base(result) for result in results]
     shared = [id(_base(tensor)) for tensor in given]
     shared += [id(base) for base in bases if sum([other is base for other in bases]) > 1]
@@ -153,7 +159,8 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise RuntimeError inside of a transform of torch.func, whose tensors have no memory that kernels could read."""
+    """Raise RuntimeError inside of a transform of torch.func, whose tensors have no memory that kernels can read. `name`: name
+    of the layer, for the message."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{name}: transforms of torch.func (grad, vmap, jvp, ...) are not supported: use torch.autograd.grad, and "

@@ -1,10 +1,11 @@
-"""dlp.te: the names, keywords and defaults of `transformer_engine.pytorch` (TE), over layers of dlp.
+"""dlp.te: layers of dlp with the names, keywords and defaults of `transformer_engine.pytorch` (TE).
 
     import dlp.te as te                          in place of import transformer_engine.pytorch as te
     from dlp.te.recipe import DelayedScaling     in place of from transformer_engine.common.recipe import ...
 
-An argument or name without counterpart raises an error that names the alternative (`dlp.te_arguments`, `MISSING`).
-docs/from-transformer-engine.md has a row for each. All names of `__all__` are public.
+An argument of TE without counterpart raises TypeError (`dlp.te_arguments`), a name without counterpart AttributeError
+(`MISSING`). Both messages name the alternative, and docs/from-transformer-engine.md has a row for each. The names of `__all__`
+are public.
 """
 
 from types import SimpleNamespace
@@ -58,6 +59,6 @@ class DotProductAttention(_DotProductAttention):
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise AttributeError for a name of TE that is missing here, with the alternative."""
+    """Raise AttributeError for a missing name. If TE has this name, the message names the alternative."""
     instead = f": {MISSING[name]}" if name in MISSING else ""
     raise AttributeError(f"module 'dlp.te' has no attribute {name!r}{instead}")

@@ -1,6 +1,7 @@
 """Linear, LayerNormLinear, LayerNormMLP, TransformerLayer with keywords and defaults of `transformer_engine.pytorch` (TE).
 
-They are layers of `dlp.ops`; the differences are defaults, `parameters_split`, `forward` and `backward_dw`.
+The modules are subclasses of layers of `dlp.ops` with other defaults, `parameters_split`, TE's arguments of forward, and
+`backward_dw`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ Split = Sequence[str] | Mapping[str, int] | None
 
 
 class SplitLinear(ops.Linear):
-    """`ops.Linear` with `parameters_split`: parameters under names of the user, whose outputs are concatenated.
+    """`ops.Linear` with `parameters_split`: several named weights and biases, whose outputs are concatenated.
 
-    parameters_split   names, for equal parts of out_features, or sizes by name; "query" or "query_" names the parameters
-                       query_weight and query_bias. None: weight and bias
+    parameters_split   names for equal parts of out_features, or a dict name -> size; "query" and "query_" both name the
+                       parameters query_weight and query_bias. None: one weight and one bias
 
-    Raises ValueError for parts that do not make up out_features, and for a row-parallel layer with several parts.
+    Raises ValueError if the sizes do not sum to out_features, and for a row-parallel layer with several parts.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SplitLinear(ops.Linear):
 
 
 def _sizes(out_features: int, split: Split) -> dict[str, int]:
-    """Map prefixes of parameter names to out_features. Raises ValueError for parts that do not sum to out_features."""
+    """Map the prefix of each pair of parameters to its size. Raises ValueError if the sizes do not sum to `out_features`."""
     if split is None:
         return {"": out_features}
     if not isinstance(split, Mapping):
@@ -66,7 +67,7 @@ def _sizes(out_features: int, split: Split) -> dict[str, int]:
 
 
 def joined(results: Any, count: int) -> Any:
-    """Concatenate the results of a layer of `count` siblings: y and, with return_bias, biases."""
+    """Concatenate the results of a layer with `count` weights: the ys and, with return_bias, the biases."""
     if count == 1:
         return results
     if not isinstance(results[0], tuple):
@@ -77,10 +78,10 @@ def joined(results: Any, count: int) -> Any:
 
 
 def on_tokens(forward: Callable[[Any], Any], x: Any, sharded: bool) -> Any:
-    """Call `forward` on tokens.
+    """Call `forward` with x, in the layout that layers of dlp expect.
 
-    sharded: x [S / tp, B, K] is a shard of a sequence, as in TE; layers of dlp take token shards [S / tp * B, K]. Results get
-    the dimension B back."""
+    If `sharded`, x [S / tp, B, K] is TE's shard of a sequence. x is reshaped to the token shard [S / tp * B, K], and results
+    are reshaped to [S / tp, B, ...]."""
     if not sharded or not isinstance(x, Tensor) or x.dim() != 3:
         return forward(x)
     batch, results = x.shape[1], forward(x.flatten(0, 1))
@@ -98,17 +99,21 @@ class Linear(SplitLinear):
     """te.Linear: y = x @ weight.T + bias.
 
     Args:
-        in_features, out_features, bias: Sizes, and whether there is a bias.
+        in_features: K, the size of x.
+        out_features: N, the size of y.
+        bias: whether the layer has a bias.
         parallel_mode: None, "column" or "row" over `tp_group`.
-        parameters_split: See `SplitLinear`.
-        return_bias: The bias is not added, but returned behind y.
+        parameters_split: see `SplitLinear`.
+        return_bias: return (y without bias, bias).
         options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method, name,
-            save_original_input. Further arguments of TE are refused, with a sentence.
+            save_original_input.
 
-    Shape: [..., in_features] -> [..., out_features]; with sequence_parallel the first dimension of [S, B, .] is cut.
+    Shape:
+        - x: [..., in_features]; y: [..., out_features]
+        - with sequence_parallel, tp shards the first dimension of the layout [S, B, ...]
 
     Raises:
-        TypeError: For an argument of TE that has no counterpart.
+        TypeError: for an argument of TE without counterpart; the message names the alternative.
 
     Example:
         >>> Linear(64, 32, params_dtype=torch.bfloat16).weight.dtype
@@ -131,8 +136,9 @@ class Linear(SplitLinear):
     ) -> Any:
         """Run the layer.
 
-        is_first_microbatch      without effect, because weights are cast once per optimizer step after `dlp.attach`
-        fp8_output, fp8_grad     y, or dx, is returned quantized, with the cast that the recipe applies to x, or dy
+        is_first_microbatch      without effect, since after `dlp.attach` weights are cast once per optimizer step
+        fp8_output               return y quantized, by the quantizers of x in the recipe
+        fp8_grad                 return dx quantized, by the quantizers of dy in the recipe
         """
         refuse("te.Linear.forward", FORWARD, {"is_first_microbatch": is_first_microbatch}, ())
         if not (fp8_output or fp8_grad):
@@ -185,8 +191,7 @@ class LayerNormLinear(_Module, ops.LayerNormLinear):
     def forward(  # type: ignore[override]
         self, inp: Any, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Any:
-        """Run the layer. fp8_output: y is returned quantized, with the cast that the recipe of the linear applies to
-        x."""
+        """Run the layer. fp8_output: return y quantized, by the quantizers of x in the recipe of the linear."""
         refuse(
             "te.LayerNormLinear.forward", FORWARD,
             {"is_first_microbatch": is_first_microbatch, "fp8_grad": fp8_grad}, ("fp8_output",),
@@ -197,7 +202,7 @@ class LayerNormLinear(_Module, ops.LayerNormLinear):
             return on_tokens(lambda x: joined(super(LayerNormLinear, self).forward(x), count), inp, self._on_shards)
         if count > 1 or self.returns_norm or linear.core.bias_apart:
             raise ValueError(
-                "te.LayerNormLinear: fp8_output hands over y alone: leave parameters_split, return_bias and "
+                "te.LayerNormLinear: fp8_output returns only y: leave parameters_split, return_bias and "
                 "return_layernorm_output out"
             )
         if "_handing" not in vars(self):

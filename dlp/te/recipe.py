@@ -1,5 +1,4 @@
-"""Recipes with the names and keywords of `transformer_engine.common.recipe`, as functions that return recipes of
-dlp."""
+"""Functions with the names and keywords of the recipes in `transformer_engine.common.recipe`, which return recipes of dlp."""
 
 from __future__ import annotations
 
@@ -11,20 +10,21 @@ from dlp.te_arguments import Argument, refuse
 
 
 class Format:
-    """Formats by operand: E4M3 for all operands, or HYBRID: E4M3 for x and w, E5M2 for dy; E2M1: the elements of nvfp4."""
+    """Element formats. E4M3: for all operands; HYBRID: E4M3 for x and w, E5M2 for dy; E2M1: the format of nvfp4."""
 
     E4M3, HYBRID, E2M1 = "E4M3", "HYBRID", "E2M1"
 
 
 class QParams(NamedTuple):
-    """Options for the scale of a tensor."""
+    """Options of scales. `power_2_scale`: round scales to powers of two; `amax_epsilon`: a smaller amax is replaced by this
+    number."""
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
 
 
 class MMParams(NamedTuple):
-    """Options for the accumulation of a GEMM. use_split_accumulator: FP8 products are accumulated in fp32 at intervals."""
+    """Options of a GEMM. `use_split_accumulator`: partial sums of FP8 products are added in fp32 at intervals."""
 
     use_split_accumulator: bool = True
 
@@ -43,7 +43,7 @@ ARGUMENTS: dict[str, Argument] = {
     "use_power_2_scales": Argument(_POWER.format(True), _NONE),
     "use_f32_scales": Argument(_POWER.format(False), _NONE),
     "nvfp4_4over6": Argument(_SIX, (*_NONE, "none")),
-    "nvfp4_4over6_e4m3_use_256": Argument(_SIX, None),  # without effect in TE, too, unless nvfp4_4over6 is set
+    "nvfp4_4over6_e4m3_use_256": Argument(_SIX, None),  # TE ignores it, too, unless nvfp4_4over6 is set
     "nvfp4_4over6_err_mode": Argument(_SIX, None),
     "fp4_format": Argument("leave the argument out: the elements of nvfp4 are E2M1", (Format.E2M1,)),
     "fp8_format": Argument("leave the argument out: the scales of nvfp4 are E4M3", (Format.E4M3,)),
@@ -56,7 +56,7 @@ def DelayedScaling(
     margin: int = 0, fp8_format: str = Format.HYBRID, amax_history_len: int = 1024, amax_compute_algo: Any = "max",
     reduce_amax: bool = True, **options: Any,
 ) -> Recipe:  # fmt: skip
-    """The recipe fp8_delayed."""
+    """Return the recipe fp8_delayed."""
     refuse("DelayedScaling", ARGUMENTS, options, ("margin", "fp8_format", "amax_history_len", "amax_compute_algo"))
     return load(
         "fp8_delayed", margin=margin, fp8_format=fp8_format, amax_history_len=amax_history_len,
@@ -65,8 +65,8 @@ def DelayedScaling(
 
 
 def Float8CurrentScaling(fp8_format: str = Format.HYBRID, **options: Any) -> Recipe:
-    """The recipe fp8_current. Further keywords: fp8_quant_fwd_inp, fp8_quant_fwd_weight, fp8_quant_bwd_grad (`QParams`, all
-    alike), fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad (`MMParams`)."""
+    """Return the recipe fp8_current. Further keywords: fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad (equal
+    `QParams`), fp8_gemm_fprop, fp8_gemm_dgrad and fp8_gemm_wgrad (`MMParams`)."""
     return load("fp8_current", fp8_format=fp8_format, **_scaling("Float8CurrentScaling", options))
 
 
@@ -74,7 +74,7 @@ def Float8BlockScaling(
     fp8_format: str = Format.E4M3, x_block_scaling_dim: Any = 1, w_block_scaling_dim: Any = 2, grad_block_scaling_dim: Any = 1,
     **options: Any,
 ) -> Recipe:  # fmt: skip
-    """The recipe fp8_block. Further keywords as of `Float8CurrentScaling`."""
+    """Return the recipe fp8_block. Further keywords: see `Float8CurrentScaling`."""
     return load(
         "fp8_block", fp8_format=fp8_format, x_block_dim=x_block_scaling_dim, w_block_dim=w_block_scaling_dim,
         dy_block_dim=grad_block_scaling_dim, **_scaling("Float8BlockScaling", options),
@@ -84,7 +84,7 @@ def Float8BlockScaling(
 def MXFP8BlockScaling(
     fp8_format: str = Format.E4M3, margin: int = 0, enable_2d_quantization: bool = False, **options: Any
 ) -> Recipe:
-    """The recipe mxfp8. Raises ValueError for a margin, which scales of blocks do not have."""
+    """Return the recipe mxfp8. Raises ValueError for a margin other than 0, since scales of blocks have no margin."""
     refuse("MXFP8BlockScaling", ARGUMENTS, options, ("fp8_format", "enable_2d_quantization"))
     if margin:
         raise ValueError(f"MXFP8BlockScaling: margin must be 0; got {margin}: use DelayedScaling(margin=...)")
@@ -97,7 +97,7 @@ def NVFP4BlockScaling(
     disable_2d_quantization: bool = False,
     **options: Any,
 ) -> Recipe:
-    """The recipe nvfp4."""
+    """Return the recipe nvfp4."""
     refuse("NVFP4BlockScaling", ARGUMENTS, options, ("disable_rht", "disable_stochastic_rounding"))
     return load(
         "nvfp4", disable_rht=disable_rht, disable_stochastic_rounding=disable_stochastic_rounding,
@@ -106,7 +106,7 @@ def NVFP4BlockScaling(
 
 
 def _scaling(recipe: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `QParams` and `MMParams` to options of dlp. Raises ValueError for operands that differ."""
+    """Convert `QParams` and `MMParams` to options of a recipe. Raises ValueError if `QParams` differ between operands."""
     own = {*PARAMS, *GEMMS}
     refuse(recipe, ARGUMENTS, {name: value for name, value in options.items() if name not in own}, sorted(own))
     made: dict[str, Any] = {}

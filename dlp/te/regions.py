@@ -1,6 +1,6 @@
-"""Regions and functions of `transformer_engine.pytorch`.
+"""Context managers and functions of `transformer_engine.pytorch`.
 
-A region without recipe runs under fp8_current, which needs no amax history; TE uses delayed scaling on Hopper.
+A region without recipe runs under fp8_current, which needs no amax history. TE's default on Hopper is delayed scaling.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def autocast(
     recipe: Any = None,
     amax_reduction_group: ProcessGroup | None = None,
 ) -> AbstractContextManager[None]:
-    """`dlp.autocast`, with fp8_current where no recipe is given."""
+    """Call `dlp.autocast`. The default recipe is fp8_current, if enabled or calibrating."""
     chosen = DEFAULT if recipe is None and (enabled or calibrating) else recipe
     return _autocast(enabled, chosen, calibrating, amax_reduction_group)
 
@@ -31,14 +31,14 @@ def autocast(
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: ProcessGroup | None = None
 ) -> AbstractContextManager[None]:
-    """The former name of `autocast`."""
+    """Call `autocast` by its former name."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
 def quantized_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> AbstractContextManager[None]:
-    """`dlp.quantized_model_init`, with fp8_current where no recipe is given."""
+    """Call `dlp.quantized_model_init`. The default recipe is fp8_current."""
     return _quantized_model_init(enabled, DEFAULT if recipe is None else recipe, preserve_high_precision_init_val)
 
 
@@ -46,7 +46,7 @@ fp8_model_init = quantized_model_init
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """True: every recipe runs on every device, emulated exactly where the hardware lacks the format."""
+    """Return True, and "" as the reason if `return_reason`: every recipe runs on every device, emulated if necessary."""
     return (True, "") if return_reason else True
 
 

@@ -7,17 +7,21 @@ from torch import Tensor, nn
 
 
 class RotaryPositionEmbedding(nn.Module):
-    """Angles position * base^(-2 i / dim), each for two features of a head (Su et al., arXiv 2104.09864).
+    """Compute the angles of rotary position embedding (Su et al., arXiv 2104.09864).
+
+    Angle i of a position is position * rotary_base^(-2 i / dim). Each angle rotates a pair of features, and is returned for
+    both features.
 
     Args:
-        dim: Features of a head.
-        rotary_base: The base.
-        interleaved: Pairs are neighbours; else the halves of a head.
+        dim: number of features of a head.
+        rotary_base: base of the angles.
+        interleaved: True: a pair consists of features 2 i and 2 i + 1. False: of features i and i + dim / 2.
 
-    Shape: forward(max_seq_len) -> [max_seq_len, 1, 1, dim] fp32.
+    Shape:
+        - output of forward(max_seq_len): fp32 [max_seq_len, 1, 1, dim]
 
     Raises:
-        ValueError: For an odd dim.
+        ValueError: for an odd dim.
     """
 
     inv_freq: Tensor
@@ -31,6 +35,7 @@ class RotaryPositionEmbedding(nn.Module):
         self.register_buffer("inv_freq", rotary_base**-exponents, persistent=False)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return the angles of positions `offset` to `offset` + `max_seq_len` - 1."""
         positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=torch.float32) + offset
         angles = torch.outer(positions, self.inv_freq)
         both = angles.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angles, angles), dim=-1)

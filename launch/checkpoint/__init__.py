@@ -1,1 +1,1 @@
-"""Checkpoints: manifest and hashes, saving and loading on any mesh, saving in the background."""
+"""Checkpoints: manifest with hashes, saving in the foreground or background, loading on any mesh."""

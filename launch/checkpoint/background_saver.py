@@ -1,15 +1,15 @@
-"""Checkpoints in the background: copied at the end of a step, written by a thread during the next steps.
+"""Save checkpoints in the background: tensors are copied at the end of a step, and a thread writes them during the next steps.
 
-    step N ─► device copy of what fits into free memory ─► thread: pinned copy, write, rename ─► settled at the next save
-          └─► pinned copy of the rest, during forward and backward of N + 1 ─► the update of N + 1 waits for both copies
+    step N ─► device copies of as many tensors as fit ─► thread: pinned copies, write, rename ─► settled at the next save
+          └─► pinned copies of the others, during forward and backward of N + 1 ─► the update of N + 1 waits for both copies
 
-Pinned memory is kept between saves. Copies run on a side stream; the device waits for the copies before the next update and
-before the next replay of a CUDA graph, and the host never waits. The thread has a process group of its own. A checkpoint is the
-same as one that training waits for: it counts once every rank is done and the folder is renamed. The last save of a run has no
-steps to overlap with; without pinned memory from an earlier save the last save is written without copies.
+To settle a save is to wait for its thread and to report the result; all ranks settle a save at the same step. A failed save is
+reported, and the run continues. The run ends after two failed saves in a row, and if the last save fails.
 
-Ranks agree on the result of a save when they settle it, all at the same step. A failed save is reported, and the run continues
-with the checkpoint before; the run ends after the second failure in a row, and after a failure of the last save.
+Pinned memory is reused by the next save. Copies run on a side stream: the device waits for them before the next update and
+before the next replay of a CUDA graph, the host does not wait. The thread communicates over a separate process group. The files
+are the same as of a save in the foreground, and the folder is renamed when all ranks have written. No steps overlap with the
+last save of a run; if no earlier save has allocated pinned memory, the last save writes without copies.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ IN_A_ROW = 2  # the run ends after this number of failed saves in a row
 
 
 class Copies:
-    """Copies of tensors in host memory that is kept between saves: first `take`, then `fetch`.
+    """Copies of tensors for one save after the other; the host memory of the copies is reused. Call `take`, then `fetch`.
 
     On a GPU `take` copies as many tensors as fit into half of the free device memory to device memory, which takes
-    milliseconds, and the other tensors to the host. `fetch` copies the device copies to the host.
+    milliseconds, and the other tensors to the host. `fetch` then copies the device copies to the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pinned = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pinned else None
         self._kept: dict[str, Tensor] = {}
-        self._room = self._reserved = 0  # bytes of device copies: limit in this save; allocated in the previous save
-        self.done: torch.cuda.Event | None = None  # event recorded after the copies of the last `take`
+        self._room = self._reserved = 0  # bytes: still available for device copies; device copies of the previous save
+        self.done: torch.cuda.Event | None = None  # recorded after the copies of the last `take`
 
     @property
     def empty(self) -> bool:
@@ -53,7 +53,7 @@ class Copies:
         return not self._kept
 
     def take(self, taken: Snapshot) -> Snapshot:
-        """Copy all tensors, on the device or to the host; the copies are complete when `done` is reached."""
+        """Copy all tensors, on the device or to the host; on a GPU the copies are complete after the event `done`."""
         if self._stream is None:
             return replace(taken, tensors=self._tree("", taken.tensors, self._to_host))
         self._room = room = (self._free_device_memory() + self._reserved) // 2
@@ -66,7 +66,7 @@ class Copies:
         return replace(taken, tensors=copied)
 
     def fetch(self, taken: Snapshot) -> None:
-        """Replace the device copies of `take` by host copies, and wait. Called by the writing thread."""
+        """Replace the device copies in `taken` by host copies, and wait for them. Called by the writing thread."""
         if self._stream is None:
             return
         with torch.cuda.stream(self._stream):
@@ -104,8 +104,13 @@ class Copies:
 
 @dataclass
 class Overhead:
-    """Seconds that training waited for saves. Asynchronous saves are counted separately: the first save, which allocates
-    its memory; the last save, which nothing overlaps; and all other saves, on the host and, on a GPU, on the device."""
+    """Number of saves, and seconds that training waited for them.
+
+    first    the first save, which allocates pinned memory
+    last     the last save, with which no step overlaps
+    host     all other saves: waits of the host
+    device   all other saves: waits of the device for the copies, before the update of the next step
+    """
 
     asynchronous: bool
     saves: int = 0
@@ -115,7 +120,7 @@ class Overhead:
     device: float = 0.0
 
     def said(self, took: float) -> str:
-        """Describe the overhead. `took`: seconds of the whole training loop."""
+        """Describe the overhead. `took`: seconds of the complete training loop."""
         saves = f"{self.saves} save{'s' * (self.saves > 1)}: "
         if not self.asynchronous or self.saves == 1:
             waited = self.first + max(self.host, self.device) + self.last
@@ -123,26 +128,25 @@ class Overhead:
         between, steps = max(self.host, self.device), took - self.first - self.last
         share = between / steps if steps > 0 else 0.0
         return (
-            f"{saves}{self.first:.2f} s for the first, which takes its memory, "
-            f"{self.last:.2f} s for the last, which the run ends with; for the others training waited {between:.2f} s, "
-            f"{share:.2%} of the steps' time"
+            f"{saves}training waited {self.first:.2f} s for the first save, which allocates pinned memory, "
+            f"{self.last:.2f} s for the last save, and {between:.2f} s for the others, {share:.2%} of the time of the steps"
         )
 
 
 def describe(settings: Checkpoint) -> str:
-    """Return the line of the plan about saves."""
+    """Return the line about saves in plan and log: how often, and whether in the background."""
     if settings.none:
         return "saves: none ([checkpoint] every = 0 and at_end = false)"
     if not settings.every:
         return "saves: after the last step"
     end = " and after the last step" * settings.at_end
-    how = "written while the next steps run" if settings.asynchronous else "training waits for each"
+    how = "written while the next steps run" if settings.asynchronous else "training waits for each save"
     return f"saves: every {settings.every} steps{end}, {how}"
 
 
 class Saver:
-    """Saves of one run on this rank; all ranks construct and call it alike. `saved`: step of the last finished checkpoint
-    that this run has written or started from; 0 without one."""
+    """Saver of the checkpoints of one run, with the same calls on all ranks. `saved`: step of the last checkpoint that this
+    run has finished or resumed from; 0 if there is none."""
 
     def __init__(self, folder: Path, training: Training, keep: int, asynchronous: bool) -> None:
         self.folder, self.training, self.keep = folder, training, keep
@@ -156,8 +160,8 @@ class Saver:
         self.asynchronous = asynchronous
 
     def save(self, step: int, final: bool) -> list[str]:
-        """Save this step, and settle the save before; with `final`, settle this save as well. Returns lines about the
-        settled saves. Raises SaveError on all ranks."""
+        """Settle the previous save, and save this step; with `final`, settle this save as well. Returns log lines about the
+        settled saves. Raises SaveError on all ranks: see `settle`."""
         said = self.settle(final=False)
         began = time.perf_counter()
         self.overhead.saves += 1
@@ -179,7 +183,7 @@ class Saver:
         return save_load.write(self.folder, taken, self.keep, self._group)
 
     def before_update(self) -> None:
-        """Make the device wait for the copies before the tensors change; the host does not wait."""
+        """Make the current stream wait for the copies of the last save, since the update overwrites their sources."""
         copied = self._copies.done if self.asynchronous else None
         if copied is None:
             return
@@ -190,8 +194,8 @@ class Saver:
         self._copies.done, self._waits = None, (before, behind)
 
     def settle(self, final: bool) -> list[str]:
-        """Wait for the save in flight, if there is one, and return lines about it. Raises SaveError on all ranks for the
-        second failure in a row and for a failure of the last save."""
+        """Wait for the save in flight, if there is one, and return log lines about the result. Raises SaveError on all ranks
+        after the second failure in a row, or if `final` and the save failed."""
         if self._writing is None:
             return []
         began, writing, self._writing = time.perf_counter(), self._writing, None

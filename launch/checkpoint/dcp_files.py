@@ -1,8 +1,9 @@
-"""Files of torch.distributed.checkpoint (DCP): read as data, and written with the cause of a failure in the error.
+"""Readers and writers of the files of torch.distributed.checkpoint (DCP): reading runs no code from the files, and a failed
+write raises the OSError behind the failure.
 
-The index `.metadata` of DCP is a pickle, and unpickling runs the code that a pickle names. Here a pickle may name only the
-classes of an index, and dtypes and sizes of torch; every entry must be a tensor (DCP loads other entries by an unrestricted
-`torch.load`, and tensors with weights_only=True) in a file that the manifest lists.
+The index `.metadata` of DCP is a pickle, and unpickling runs any code that the pickle names. The unpickler of this module
+accepts only the classes of an index, and dtypes and sizes of torch. Every entry must be a tensor (DCP loads other entries by an
+unrestricted `torch.load`, and tensors with weights_only=True) in a file that the manifest lists.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(path: Path) -> Metadata:
-    """Read the index of a checkpoint without running code from the file. ValueError with the reason for any other file."""
+    """Read the index of a checkpoint without running code from the file. Raises ValueError with the reason if the file is not
+    an index of tensors."""
     try:
         with (path / INDEX).open("rb") as file:
             found = _Unpickler(file).load()
@@ -62,12 +64,12 @@ def read_index(path: Path) -> Metadata:
         raise ValueError(f"{INDEX} is no index of tensors (it holds a {type(found).__name__})")
     for name, entry in found.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{INDEX} is no index of tensors ({name!r} is none)")
+            raise ValueError(f"{INDEX} is no index of tensors ({name!r} is not a tensor)")
     return found
 
 
 def files_of(index: Metadata) -> set[str]:
-    """Return the files that hold the tensors of an index. Raises ValueError if the index does not name files."""
+    """Return the names of the files that hold the tensors of an index. Raises ValueError if the index lacks file names."""
     places = list(index.storage_data.values()) if isinstance(index.storage_data, dict) else []
     known = [
         place for place in places if isinstance(place, filesystem._StorageInfo) and not place.transform_descriptors
@@ -78,7 +80,8 @@ def files_of(index: Metadata) -> set[str]:
 
 
 def check_index(path: Path, files: Collection[str]) -> Metadata:
-    """Return the index of a checkpoint that consists of exactly these files. ValueError with the reason otherwise."""
+    """Return the index of a checkpoint. Raises ValueError with the reason if the index is invalid or names other files than
+    `files`."""
     index = read_index(path)
     if differing := sorted((files_of(index) | {INDEX}).symmetric_difference(files), key=str):
         raise ValueError(f"{INDEX} and the manifest list different files, first {differing[0]!r}")
@@ -86,7 +89,7 @@ def check_index(path: Path, files: Collection[str]) -> Metadata:
 
 
 class Reader(dcp.FileSystemReader):
-    """Reader of the tensors of a checkpoint whose index was checked."""
+    """DCP reader that uses an index from `check_index` and does not unpickle `.metadata` again."""
 
     def __init__(self, path: Path, index: Metadata) -> None:
         super().__init__(path)
@@ -97,8 +100,8 @@ class Reader(dcp.FileSystemReader):
 
 
 class _Files(filesystem.FileSystem):
-    """Files that are hashed while they are written. A failure raises the OSError behind it, such as a full disk, for which
-    the archive writer of torch has another message. `hashes`: size and hash of each finished file, by name."""
+    """DCP file system that hashes files while they are written. If writing fails, the OSError behind the failure is raised
+    (a full disk, for example); torch's archive writer would hide it. `hashes`: size and hash of each finished file, by name."""
 
     def __init__(self) -> None:
         self.hashes: dict[str, dict[str, Any]] = {}
@@ -125,18 +128,19 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def threads_of_rank() -> int:
-    """Return the number of threads in which a rank writes files: its share of the cores of this host, at most 8."""
+    """Return the number of threads that write the files of a rank: the cores per rank of this host, from 1 to 8."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writer of one file per thread of a rank, at most one file per 64 MiB of tensors; or of one file per tensor in turn,
-    because torch keeps what it wrote to a file until the file is complete. `hashes`: size and hash of each file of this
-    rank, by name.
+    """DCP writer that writes one file per thread of a rank, and at most one file per 64 MiB of tensors.
 
-    The threads of torch lose their errors, and its copies from a GPU ahead of the write allocate pinned memory; neither is
-    used. The CRC-32 checksums of archive records are left out: the manifest has stronger hashes of all files.
+    With `file_each` it writes one file per tensor, one after the other: torch keeps all tensors of a file in memory until the
+    file is complete. `hashes`: size and hash of each file of this rank, by name.
+
+    Two features of torch's writer are not used: its threads, which lose errors, and its copies from a GPU ahead of the write,
+    which allocate pinned memory. Archive records have no CRC-32 checksums: the manifest has stronger hashes of all files.
     """
 
     def __init__(self, path: Path, *, file_each: bool = False) -> None:
@@ -158,7 +162,7 @@ class Writer(dcp.FileSystemWriter):
             set_crc32_options(checksums)
 
     def _without_checksums(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        set_crc32_options(False)  # a setting of the thread in newer versions of torch, else a setting of the process
+        set_crc32_options(False)  # applies to this thread in newer versions of torch, to the process in older versions
         return super().write_data(plan, planner)
 
     def _in_threads(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -175,7 +179,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def _shares(items: list[WriteItem], count: int) -> list[list[WriteItem]]:
-    """Divide items into at most `count` shares of similar size; each tensor is in one share."""
+    """Divide items into at most `count` lists with similar numbers of bytes."""
     shares: list[tuple[int, int, list[WriteItem]]] = [(0, i, []) for i in range(min(max(count, 1), len(items)))]
     for item in sorted(items, key=_bytes, reverse=True):
         size, i, share = shares[0]

@@ -1,5 +1,5 @@
-"""Check that a checkpoint holds no NaN or Inf. A weight that no token reads, such as a row of the embedding, shows in no
-loss."""
+"""Check that a checkpoint holds no NaN or Inf. The loss does not reveal all of them: a NaN in an embedding row that no token
+reads has no effect on the loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def not_finite(tensors: Mapping[str, Any]) -> str | None:
-    """Name the first tensor of a tree that holds a NaN or Inf on this rank, with the number of such elements; None if all
-    are finite.
+    """Return a sentence about the first tensor with a NaN or Inf on this rank; None if all tensors are finite.
 
-    Each tensor is read once, and the host waits for the device once. Codes of optimizer states are not checked.
+    `tensors` is a tree of dicts. Each tensor is read once, and the host waits for the device once. Integer tensors, such as
+    the codes of 8-bit optimizer states, are not checked.
     """
     names, extremes = [], []
     for name, tensor in _leaves(tensors):
@@ -32,7 +32,7 @@ def not_finite(tensors: Mapping[str, Any]) -> str | None:
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors of this rank, by name."""
+    """Yield name and local tensor of each floating-point tensor in a tree of dicts; names are joined by dots."""
     for name, value in tree.items():
         local = value._local_tensor if isinstance(value, DTensor) else value
         if isinstance(local, Mapping):

@@ -1,4 +1,4 @@
-"""State of an optimizer before its first step, for a checkpoint to be loaded into."""
+"""Zero states of an optimizer before its first step, into which a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from dlp.optim.muon import Muon
 
 
 def make_state(optimizer: Optimizer) -> None:
-    """Create the state of an optimizer before its first step, for a checkpoint to be loaded into."""
+    """Allocate the zero states that `optimizer` would allocate in its first step, so that a checkpoint can be loaded into
+    them."""
     if isinstance(optimizer, LowBitAdamW | Muon):
         optimizer.make_state()
         return

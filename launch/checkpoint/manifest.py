@@ -1,9 +1,10 @@
-"""Manifest of a checkpoint: description, and size and hash of every file, which are checked before a file is used.
+"""Manifest of a checkpoint: a description of the run, and size and hash of every file. Both are checked before a file is used.
 
-    manifest.json   format, step, ranks, model, recipes, data, config, files, and the digest of all these
+    manifest.json   the keys of `TYPES`; `digest` is a hash of all other keys
 
-The hash of a file is the SHA-256 of the SHA-256s of pieces of 64 MiB, so that pieces can be hashed in threads (hashlib releases
-the GIL). A rank hashes its files while writing them (`HashedFile`), and checks an equal share of the hashes.
+The hash of a file is the SHA-256 of the concatenated SHA-256s of its pieces of 64 MiB, so that threads can hash pieces
+concurrently (hashlib releases the GIL). A rank hashes its files while writing them (`HashedFile`). When a checkpoint is read,
+each rank checks the hashes of an equal share of the files.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ THREADS = 8
 
 
 class CheckpointError(ValueError):
-    """Error for a checkpoint that cannot be used; the message names the checkpoint, the reason and the way out."""
+    """Error for a checkpoint that cannot be used; the message names the checkpoint, the reason and a remedy."""
 
 
 def complete(folder: Path) -> list[Path]:
@@ -44,8 +45,12 @@ def step_of(path: Path) -> int:
 
 
 def resolve(resume: str, folder: Path) -> Path | None:
-    """Return the checkpoint that `[checkpoint] resume` names: None for "none", the newest finished checkpoint for
-    "auto", else the path. Raises CheckpointError for a file with the name of the newest checkpoint."""
+    """Return the checkpoint that `[checkpoint] resume` names: None for "none", the newest finished checkpoint in `folder` or
+    None for "auto", else the path.
+
+    Raises CheckpointError if the path is no checkpoint or an unfinished checkpoint of this run, or if "auto" finds a plain file
+    that is named like a checkpoint newer than all finished ones.
+    """
     if resume == "none":
         return None
     if resume == "auto":
@@ -73,12 +78,12 @@ WayOut = Callable[[Path], str]
 
 
 def other_weights(path: Path) -> str:
-    """Return the way out for a program that reads weights only."""
+    """Return the remedy in error messages of programs that read only weights."""
     return "name another checkpoint, or make it again"
 
 
 def way_out(path: Path) -> str:
-    """Return the way out for a run that resumes."""
+    """Return the remedy in error messages of a run that resumes from `path`."""
     beside = complete(path.parent)
     older = beside[: beside.index(path)] if path in beside else []
     previous = f"--checkpoint.resume {older[-1]} to continue from that one, " if older else ""
@@ -86,7 +91,7 @@ def way_out(path: Path) -> str:
 
 
 def hashed(path: Path) -> dict[str, Any]:
-    """Return size and hash of a file, as in a manifest."""
+    """Return the manifest entry of a file: size in bytes, and hash."""
     size = path.stat().st_size
 
     def piece(start: int) -> bytes:
@@ -104,9 +109,9 @@ def hashed(path: Path) -> dict[str, Any]:
 
 
 class HashedFile(io.BufferedWriter):
-    """New file that is written sequentially and hashed at the same time: `entry()` equals `hashed` of the closed file.
+    """New file that is written sequentially and hashed at the same time.
 
-    The disk starts to write a piece as soon as the piece is complete, so that the last fsync does not wait for the whole file.
+    The kernel starts to write each piece to the disk when the piece is complete, so that the last fsync waits for less.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,25 +133,26 @@ class HashedFile(io.BufferedWriter):
         return len(view)
 
     def entry(self) -> dict[str, Any]:
-        """Return size and hash of the content, as in a manifest."""
+        """Return the manifest entry of the content written so far, equal to `hashed` of the closed file."""
         rest = self._piece.digest() if self._size % PIECE else b""
         return {"bytes": self._size, "sha256": hashlib.sha256(self._pieces + rest).hexdigest()}
 
 
 def _to_pieces(offset: int, length: int) -> list[tuple[int, int]]:
-    """Ranges of `length` bytes at `offset` of a file, none of which crosses the end of a piece."""
+    """Split `length` bytes that start at byte `offset` of a file at the ends of pieces; return (start, end) relative to
+    `offset`."""
     ends = [*range(PIECE - offset % PIECE, length, PIECE), length]
     return list(zip([0, *ends], ends, strict=False))
 
 
 def _write_back(file: int, start: int) -> None:
-    """Let the kernel start to write a piece to the disk, without waiting. Dirty pages stay in memory."""
+    """Ask the kernel to start writing the piece at byte `start` to the disk, without waiting for the disk."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, start, PIECE, os.POSIX_FADV_DONTNEED)
 
 
 def digest(manifest: Mapping[str, Any]) -> str:
-    """Return the hash of the content of a manifest."""
+    """Return the hash of a manifest without its key `digest`."""
     said = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -162,8 +168,11 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path, way_out: WayOut = way_out) -> dict[str, Any]:
-    """Return the checked manifest of a checkpoint; the files are not checked yet. CheckpointError with the way out for a
-    foreign or torn checkpoint."""
+    """Read and check the manifest of a checkpoint; the other files are not checked here.
+
+    Raises CheckpointError for a foreign checkpoint (another format) or a torn one (incomplete or modified). `way_out` returns
+    the remedy in the message.
+    """
     if not (path / MANIFEST).is_file():
         raise CheckpointError(f"{path} {_without_manifest(path)}; {way_out(path)}")
     try:
@@ -183,7 +192,7 @@ def read_manifest(path: Path, way_out: WayOut = way_out) -> dict[str, Any]:
 
 
 def _without_manifest(path: Path) -> str:
-    """Describe a path that is not a checkpoint, and name checkpoints nearby."""
+    """Return the predicate of a sentence about a path without a manifest; names checkpoints in or beside the path."""
     for kind, folder in (("is the folder of a run", path / "checkpoints"), ("is the folder of its checkpoints", path)):
         if found := complete(folder):
             return f"{kind}, whose newest checkpoint is {found[-1]}"
@@ -194,7 +203,7 @@ def _without_manifest(path: Path) -> str:
 
 
 def _unlike(manifest: dict[str, Any]) -> str | None:
-    """Return the difference between the form of a manifest and the form that is written here; None without difference."""
+    """Return the first error in the digest or the value types of a manifest; None if there is none."""
     if manifest["digest"] != digest(manifest):
         return "was changed after it was written"
     for key, kind in TYPES.items():
@@ -208,7 +217,8 @@ def _unlike(manifest: dict[str, Any]) -> str | None:
 
 
 def damage(path: Path, files: Mapping[str, Mapping[str, Any]], share: Iterable[str]) -> str | None:
-    """Return the damage of the files of a checkpoint, from all sizes and a share of the hashes; None without damage."""
+    """Check the sizes of all `files`, and the hashes of the files named in `share`; return a sentence about the first damaged
+    file, or None."""
     for name, entry in files.items():
         actual = (path / name).stat().st_size if (path / name).is_file() else None
         if actual != entry["bytes"]:

@@ -1,8 +1,8 @@
-"""Conversion of optimizer states whose form in a checkpoint differs from the form in the run: codes instead of fp32, fp32
-instead of codes, or another encoding. Such states are loaded unsharded, one parameter at a time, decoded and written into
-the run's states.
+"""Convert AdamW averages between fp32 and 8-bit or 4-bit codes when a checkpoint is loaded.
 
-Forms differ after a change of `[train] optimizer`, and on a mesh with other shards. Codes in equal form are loaded directly.
+The form of an average is the shape and dtype of its tensors: codes and scale, or one fp32 tensor. Forms in the checkpoint and
+in the run differ after a change of `[train] optimizer`, and for codes also on a mesh with other shards. An average whose form
+differs is loaded unsharded, one average at a time, decoded and written into the state of the run. Others are loaded directly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dlp.optim.encodings import AVERAGES, Average, decoded, write
 
-Form = dict[str, tuple[torch.Size, torch.dtype]]  # "codes" and "scale", or "" for an average that is not encoded
+Form = dict[str, tuple[torch.Size, torch.dtype]]  # keys "codes" and "scale", or "" for an average that is not encoded
 Load = Callable[[dict[str, Any]], None]
 
 
@@ -35,7 +35,10 @@ def saved_form(index: Metadata, name: str) -> Form:
 
 
 def take_differing(states: dict[str, dict[str, Any]], index: Metadata) -> dict[tuple[str, str], Average]:
-    """Remove from the states the averages whose form in the checkpoint differs, and return them by (parameter, average)."""
+    """Remove the averages whose form in the checkpoint differs from `states`, and return them by (parameter, average name).
+
+    states: states of the optimizer by parameter name.
+    """
     differing = {}
     for parameter, state in states.items():
         for name in AVERAGES.keys() & state.keys():
@@ -46,7 +49,7 @@ def take_differing(states: dict[str, dict[str, Any]], index: Metadata) -> dict[t
 
 
 def convert(differing: dict[tuple[str, str], Average], index: Metadata, load: Load) -> None:
-    """Fill the averages of `take_differing`. `load`: function that fills a state dict from the checkpoint."""
+    """Load, decode and write the averages that `take_differing` returned. `load` fills a state dict from the checkpoint."""
     for (parameter, name), average in differing.items():
         saved = saved_form(index, f"optimizer.{parameter}.{name}")
         room = {part: torch.empty(size, dtype=dtype) for part, (size, dtype) in saved.items()}

@@ -1,18 +1,18 @@
-"""Checkpoints by torch.distributed.checkpoint: weights, optimizer, recipe state, RNG, and a manifest.
+"""Save and load checkpoints by torch.distributed.checkpoint: weights, optimizer, recipe state, RNG, and a manifest.
 
-    runs/NAME/checkpoints/step-100/     complete: written as .step-100.tmp and renamed when every rank is done
-        __0_0.distcp, ..., .metadata    files of torch; plain tensors and DTensors, without subclasses and objects
+    runs/NAME/checkpoints/step-100/     complete: written as .step-100.tmp and renamed when all ranks have written
+        __0_0.distcp, ..., .metadata    files of torch: plain tensors and DTensors, no subclasses or pickled objects
         manifest.json                   description, size and hash of every file (manifest.py)
 
-Names are the parameter names of the model, and tensors appear unsharded to the reader, so a checkpoint loads on another mesh:
-each rank reads its part. Learning rate and position in the data are functions of step and settings, and are not stored. RNG
-states belong to ranks and are restored only on the same number of ranks.
+Names are the parameter names of the model, and the reader sees unsharded tensors, so a checkpoint loads on another mesh: each
+rank reads its shards. Learning rate and position in the data are functions of step and settings, and are not stored. RNG states
+belong to ranks and are restored only on the same number of ranks.
 
-A torn or foreign checkpoint is refused with its name; an older checkpoint is used only if the user asks for it. Rank 0
-reads the manifest for all ranks, so that all ranks load the same checkpoint or refuse it for the same reason. No code that
-a checkpoint names is run: the index is read as data (dcp_files.py), and the file of a recipe is imported only if the
-configuration of the run names it, too. Not used: `get_state_dict` and `set_state_dict`, which step the optimizer to create
-its state and replace hyperparameters of the configuration by saved ones.
+A torn checkpoint (incomplete or modified) or a foreign one (another format) is an error; an older checkpoint is used only if
+the user names it. Rank 0 reads the manifest for all ranks, so that all ranks load the same checkpoint or raise the same error.
+No code that a checkpoint names is run: the index is read as data (dcp_files.py), and the Python file of a recipe is imported
+only if the config of the run names the same file. `get_state_dict` and `set_state_dict` of torch are not used: they step the
+optimizer to create its state, and they replace hyperparameters of the config by saved ones.
 """
 
 from __future__ import annotations
@@ -47,23 +47,27 @@ from launch.ranks import rank_objects
 
 T = TypeVar("T")
 
-# Values of settings that older checkpoints lack.
+# Defaults of `[model]`, for settings that did not exist when an older checkpoint was written.
 MODEL_DEFAULTS = {each.name: each.default for each in fields(Model) if each.default is not MISSING}
 
 
 class SaveError(RuntimeError):
-    """Error on all ranks for a checkpoint that could not be written; earlier checkpoints are unchanged."""
+    """Error for a checkpoint that could not be written, raised on all ranks; earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """State that a checkpoint saves and restores on this rank.
+    """State of a run that a checkpoint saves and restores on this rank.
 
-    settings      `[model]` as a table
-    config        the complete configuration file
-    recipe_files  Python files of recipes that the configuration names
-    tokenizer     hash of the tokenizer of the data, if known
-    update        state of the step update, by name, equal on all ranks
+    model         model with sharded parameters
+    optimizer     optimizer of the model; its state exists after the first step
+    data          token stream of the training data
+    device        device of this rank
+    settings      `[model]` of the config as a dict; for a model of transformers, its config.json
+    config        complete config as TOML
+    recipe_files  Python files of user-defined recipes that the config names
+    tokenizer     hash of the tokenizer of the data; None if unknown
+    update        tensors of the step update (recent gradient norms) by name, equal on all ranks
     """
 
     model: nn.Module
@@ -79,8 +83,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of loading: completed steps, remarks on differences between both runs, and the configuration of the saved run
-    (TOML)."""
+    """Result of `load`.
+
+    step      number of completed steps
+    remarks   log lines: the check of hashes, differences between the saved run and this run
+    config    config of the saved run as TOML
+    """
 
     step: int
     remarks: list[str]
@@ -91,7 +99,7 @@ def _tensors(training: Training) -> dict[str, Any]:
     """Return the tensors of the run by name; loading writes into them. A tied parameter appears once."""
     for module in training.model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # after a forward without backward the root unit still holds gathered parameters
+            module.reshard()  # after a forward without backward the root FSDP unit still has unsharded parameters
     parameters = dict(training.model.named_parameters())
     states = training.optimizer.state
     return {
@@ -113,7 +121,12 @@ def _set_rng(state: dict[str, Tensor], device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """Written checkpoint: bytes and seconds. `left`: names of older checkpoints that could not be removed."""
+    """Result of a save.
+
+    size      bytes of all files of all ranks
+    seconds   duration of the save on this rank
+    left      names of older checkpoints that could not be removed
+    """
 
     step: int
     path: Path
@@ -122,7 +135,7 @@ class Saved:
     left: list[str]
 
     def __str__(self) -> str:
-        left = f"; could not be removed, and is tried again: {', '.join(self.left)}" if self.left else ""
+        left = f"; not yet removed, to be removed after the next save: {', '.join(self.left)}" if self.left else ""
         return f"saved {self.path}: {_cost(self.size, self.seconds)}{left}"
 
 
@@ -132,8 +145,11 @@ def _cost(size: int, seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Content of a checkpoint of this rank: a tree of tensors by name, and the manifest without the files. `tensors` of
-    "model" and "optimizer" are the tensors of the run, all others are copies."""
+    """Content of the checkpoint of one step on this rank.
+
+    tensors    tree of dicts with tensors; "model" and "optimizer" hold the tensors of the run, the other keys hold copies
+    manifest   manifest without the key `files`
+    """
 
     step: int
     tensors: dict[str, Any]
@@ -156,15 +172,15 @@ def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
     """Write a checkpoint of the current state of the run."""
     taken = snapshot(step, training)
     if training.device.type == "cuda":
-        torch.cuda.synchronize(training.device)  # threads of the writer read the tensors on streams of their own
+        torch.cuda.synchronize(training.device)  # the threads of the writer read the tensors on other streams
     return write(folder, taken, keep)
 
 
 def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None = None) -> Saved:
-    """Write checkpoint `step-N` under `folder`, all ranks together, then remove all but the newest `keep` checkpoints.
-    `group`: process group of all ranks without other users at the same time.
+    """Write checkpoint `step-N` under `folder`, then remove all but the newest `keep` checkpoints. Collective.
 
-    Raises SaveError on all ranks if one rank could not write; earlier checkpoints stay, and no partial files are left.
+    `group`: process group of all ranks that no other thread uses meanwhile; None: the default group. Raises SaveError on all
+    ranks if one rank could not write; earlier checkpoints stay, and partial files are removed.
     """
     began, rank = time.perf_counter(), dist.get_rank()
     final, temporary = folder / f"step-{taken.step}", folder / f".step-{taken.step}.tmp"
@@ -191,7 +207,7 @@ def _check_finite(tensors: dict[str, Any], group: ProcessGroup | None) -> None:
     for finder, reason in enumerate(rank_objects.from_all(found, group)):
         if reason is not None:
             raise SaveError(
-                f"rank {finder}: {reason}, which no loss has shown; start again from a checkpoint without them"
+                f"rank {finder}: {reason}, although every loss was finite; resume from an earlier checkpoint"
             )
 
 
@@ -223,10 +239,10 @@ def _remove(path: Path) -> None:
 
 
 def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> list[str]:
-    """On rank 0: compare the files that torch reports with the hashes of ranks and with the files in the folder, then
-    rename.
+    """Check that the index of torch, the hashes of all ranks and the folder list the same files; write the manifest, rename the
+    folder, and remove old checkpoints. Runs on rank 0.
 
-    Returns the names of older checkpoints that could not be removed, which fails no save."""
+    Returns the names of old checkpoints that could not be removed; that is not an error."""
     dcp_files.check_index(temporary, manifest["files"])
     if reason := damage(temporary, manifest["files"], share=()):
         raise ValueError(f"{reason}, as when ranks do not share this folder")
@@ -255,7 +271,7 @@ def _reason(error: dcp.api.CheckpointException) -> str:
 
 @dataclass(frozen=True)
 class Opened:
-    """Checkpoint with undamaged files: manifest, index of tensors, and a remark on the time of the check."""
+    """Checkpoint whose files were checked: manifest, index of the tensors, and a log line about the check of hashes."""
 
     manifest: dict[str, Any]
     index: Metadata
@@ -263,8 +279,10 @@ class Opened:
 
 
 def opened(path: Path, way_out: WayOut = way_out) -> Opened:
-    """Open a checkpoint, all ranks together, or a process without ranks. CheckpointError on all ranks for a torn or foreign
-    checkpoint."""
+    """Check all files of a checkpoint. Collective; also works without a process group.
+
+    Raises CheckpointError on all ranks for a torn or foreign checkpoint, with the remedy of `way_out`.
+    """
     manifest = rank_objects.from_rank_0(lambda: read_manifest(path, way_out))
     remark = _check_files(path, manifest["files"], way_out)
     try:
@@ -275,9 +293,9 @@ def opened(path: Path, way_out: WayOut = way_out) -> Opened:
 
 
 def load(path: Path, training: Training) -> Loaded:
-    """Restore everything from a checkpoint, on this or another mesh, into a model that has not run yet.
+    """Restore the state `training` from a checkpoint that was saved on this or another mesh. The model must not have run yet.
 
-    Raises CheckpointError on all ranks for a torn or foreign checkpoint, and for one of another model or other data.
+    Raises CheckpointError on all ranks for a torn or foreign checkpoint, and for a checkpoint of another model or other data.
     """
     found = opened(path)
     manifest, index = found.manifest, found.index
@@ -294,9 +312,7 @@ def load(path: Path, training: Training) -> Loaded:
     if kept:
         state["update"] = kept
     elif training.update:
-        differing.append(
-            "gradient norms before this step were not saved: spikes are skipped again when enough norms are known"
-        )
+        differing.append("the checkpoint has no gradient norms: spikes are not skipped until enough norms are recorded")
     same_ranks = manifest["world_size"] == dist.get_world_size()
     if same_ranks:
         state["rng"] = {rank: _rng(training.device)}
@@ -318,7 +334,8 @@ def load(path: Path, training: Training) -> Loaded:
 
 
 def _check_files(path: Path, files: dict[str, Any], way_out: WayOut) -> str:
-    """Check all sizes and this rank's share of the hashes; return a remark on the time. CheckpointError on all ranks."""
+    """Check all sizes and this rank's share of the hashes; return a log line with size and time. Raises CheckpointError on all
+    ranks if one rank finds damage."""
     began, (rank, world) = time.perf_counter(), rank_objects.place()
     found = rank_objects.from_all(damage(path, files, share=sorted(files)[rank::world]))
     for finder, reason in enumerate(found):
@@ -330,7 +347,7 @@ def _check_files(path: Path, files: dict[str, Any], way_out: WayOut) -> str:
 
 
 def saved_recipes(path: Path, index: Metadata, way_out: WayOut = way_out) -> dict[str, Tensor]:
-    """Return empty tensors for the recipe state of a checkpoint, with the saved shapes."""
+    """Return uninitialized tensors with the shapes and dtypes of the recipe state in a checkpoint, by name."""
     try:
         return {
             key.removeprefix("recipes."): torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -338,14 +355,14 @@ def saved_recipes(path: Path, index: Metadata, way_out: WayOut = way_out) -> dic
             if key.startswith("recipes.") and isinstance(entry, TensorStorageMetadata)
         }
     except (RuntimeError, TypeError, AttributeError) as error:
-        reason = f"its recipe state is none ({error})"
+        reason = f"its recipe state is invalid ({error})"
         raise CheckpointError(f"{path} cannot be read: {reason}; {way_out(path)}") from None
 
 
 def check_model(
     path: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any], way_out: WayOut = way_out
 ) -> None:
-    """Raise CheckpointError if a checkpoint is of another model than `settings`, `[model]` as a table."""
+    """Raise CheckpointError if `[model]` of a checkpoint differs from `settings`, `[model]` of this run as a dict."""
     for key, now in settings.items():
         saved = manifest["model"].get(key, MODEL_DEFAULTS.get(key))
         if saved != now:
@@ -355,13 +372,14 @@ def check_model(
 
 
 def _check_states(path: Path, index: Metadata, states: dict[str, dict[str, Any]]) -> None:
-    """Check that the checkpoint has the momentum of matrices for Muon, and both averages for AdamW."""
+    """Raise CheckpointError if the checkpoint lacks an optimizer state of this run: the momentum of Muon, or an average of
+    AdamW."""
     for name, state in states.items():
         for key in state.keys() - {"step"}:
             if not optimizer_conversion.saved_form(index, f"optimizer.{name}.{key}"):
-                kind = "another kind of optimizer: Muon keeps one momentum of a matrix, AdamW two averages"
+                kind = "another kind of optimizer: Muon stores one momentum per matrix, AdamW two averages"
                 raise CheckpointError(
-                    f"{path} has no {key} of {name}; it is of {kind}; set [train] optimizer of the checkpoint, or "
+                    f"{path} has no {key} of {name}; it is of {kind}; use [train] optimizer of the saved run, or "
                     f"start from the weights of the checkpoint by [train] init_from"
                 )
 
@@ -382,19 +400,19 @@ def _check_fits(path: Path, manifest: dict[str, Any], training: Training) -> Non
 
 
 def changes(before: str, now: str) -> list[str]:
-    """Describe the differences of two configurations that affect the training, e.g. "changed since then: train.lr was
-    0.003, now 0.001"."""
+    """Return a log line for each setting that differs between two configs (TOML), without `[run]` and `[checkpoint]`:
+    "changed since then: train.lr was 0.003, now 0.001"."""
     old, new = _settings(before), _settings(now)
     differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return [f"changed since then: {key} was {old.get(key, 'unset')}, now {new.get(key, 'unset')}" for key in differing]
 
 
 def _settings(config: str) -> dict[str, Any]:
-    """Return the settings of a configuration file by dotted name, without `[run]` and `[checkpoint]`."""
+    """Return the settings of a config (TOML) by dotted name, without `[run]` and `[checkpoint]`."""
     tables = tomllib.loads(config)
     try:
         groups = {f"groups.{group['name']}": group for group in tables.pop("groups")}
     except (KeyError, TypeError) as error:
-        raise ValueError(f"its config has no such groups: {error}") from None
+        raise ValueError(f"[[groups]] of its config is invalid: {error}") from None
     chosen = {name: table for name, table in {**tables, **groups}.items() if name not in ("run", "checkpoint")}
     return {f"{name}.{key}": value for name, table in chosen.items() for key, value in table.items()}

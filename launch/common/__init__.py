@@ -1,1 +1,1 @@
-"""Helpers without knowledge of training: atomic files, units in messages, optional packages."""
+"""General helpers: atomic files, tables of GPUs, units in messages, optional packages."""

@@ -1,4 +1,4 @@
-"""Atomic files and folders: written under a temporary name and renamed when complete."""
+"""Write files and folders atomically: under a temporary name, renamed when complete."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-YOUNG = 60.0  # seconds within which a new folder may lack its lock
+YOUNG = 60.0  # age in seconds up to which an unlocked temporary folder counts as in use: its lock may follow
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Replace the content of a file. If writing fails, as on a full disk, OSError names the file, and the old content stays."""
+    """Replace the content of a file. If writing fails, the old content stays, and the OSError names the file."""
     new = path.with_name(f".{path.name}.new")
     try:
         new.write_text(text, encoding="utf-8")
@@ -28,7 +28,8 @@ def rewrite(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty temporary folder, and rename the folder to `path` at the end. After an exception nothing is left.
+    """Context manager that yields an empty temporary folder and renames it to `path` at the end. After an exception the
+    temporary folder is removed. Temporary folders of processes that have ended are removed first.
 
     Raises:
         ValueError: another process has created `path` in the meantime; that folder stays.
@@ -40,7 +41,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     work.mkdir(parents=True)
     lock = os.open(work, os.O_RDONLY)  # the system releases a lock when its process ends
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system has no locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield work
         try:
@@ -57,7 +58,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _at_work(work: Path) -> bool:
-    """Return whether another process is filling the temporary folder `work`, or may have just started."""
+    """Return whether another process may be writing to the temporary folder `work`: it is locked, or was created less than
+    `YOUNG` seconds ago."""
     try:
         lock = os.open(work, os.O_RDONLY)
     except OSError:  # the folder was removed in the meantime
@@ -65,7 +67,7 @@ def _at_work(work: Path) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return time.time() - os.fstat(lock).st_mtime < YOUNG
-    except OSError:  # locked, or a file system without locks
+    except OSError:  # the folder is locked, or the file system has no locks
         return True
     finally:
         os.close(lock)

@@ -1,4 +1,4 @@
-"""GPUs by name, for `--plan --device` and MFU: kind, memory and peak."""
+"""Table of GPUs by name: kind, memory and peak FLOP/s, for `--plan --device` and the model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from dlp.quant.gemm import DEVICES
 
-USABLE = 0.92  # usable share of a board's memory; the driver and NCCL need the rest, or it is lost between tensors
+USABLE = 0.92  # share of GPU memory for tensors; the rest is for the driver, NCCL and fragmentation
 
 
 @dataclass(frozen=True)
 class Board:
-    """Facts of one kind of board.
+    """Properties of one GPU product.
 
-    kind        one of `dlp.quant.gemm.DEVICES`
-    memory      bytes that torch reports as total
-    bf16_peak   dense bf16 FLOP/s of the maker's data sheet (SXM)
+    kind        compute capability, one of `dlp.quant.gemm.DEVICES`
+    memory      total memory as torch reports it, in bytes
+    bf16_peak   dense bf16 FLOP/s in the data sheet (SXM)
     """
 
     kind: str
@@ -37,11 +37,11 @@ NAMES = (*DEVICES, *BOARDS)
 
 
 def kind_of(device: str) -> str:
-    """Return the kind of a device that is given as a kind or as a board."""
+    """Return the kind of `device`, which is a kind ("sm_90") or a key of `BOARDS` ("h200")."""
     return BOARDS[device].kind if device in BOARDS else device
 
 
 def board_of(device_name: str) -> str:
-    """Return the board of a device name as torch reports it ("NVIDIA H200": "h200"), or "" for an unknown device."""
+    """Return the key of `BOARDS` for a device name of torch ("NVIDIA H200": "h200"); "" for an unknown device."""
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     return next((board for board in BOARDS if board in words), "")

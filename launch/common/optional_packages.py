@@ -11,7 +11,10 @@ class MissingPackage(ValueError):
 
 
 def need(module: str, package: str, what: str) -> Any:
-    """Import and return `module` of an optional package; raise MissingPackage if the package is not installed."""
+    """Import and return `module` of an optional package. Raises MissingPackage if the package is not installed.
+
+    what: feature or program that needs the package, the subject of the message.
+    """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:

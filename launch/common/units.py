@@ -1,4 +1,4 @@
-"""Bytes and seconds with three digits and a unit, for plans and messages."""
+"""Format bytes and seconds with three digits and a unit, for plans and messages."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Configuration of a training run: the sections of the TOML file and the checks across sections."""
+"""Configuration of a training run: the sections of the TOML file, and the checks across sections."""

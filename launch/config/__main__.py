@@ -1,6 +1,6 @@
-"""Print a configuration as training would use it, or the documentation page of all settings.
+"""Print a config with overrides and defaults filled in, or the documentation page of all settings.
 
-python -m launch.config [CONFIG] [--section.key value ...]     prints the resolved file
+python -m launch.config [CONFIG] [--section.key value ...]     prints the resolved config as TOML
 python -m launch.config --docs                                 prints docs/config.md
 """
 
@@ -36,7 +36,7 @@ prints the resolved file, which is itself a config. An invalid setting ends the 
 
 
 def docs() -> str:
-    """The page docs/config.md."""
+    """Return the content of docs/config.md."""
     page = [DOCS]
     for name, cls in SCHEMA.items():
         title = f"[[{name}]]" if name == "groups" else f"[{name}]"
@@ -46,8 +46,8 @@ def docs() -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = make_parser("launch.config", "Print a configuration as training would use it.")
-    parser.add_argument("--docs", action="store_true", help="print the page of documentation instead")
+    parser = make_parser("launch.config", "Print a config with overrides and defaults filled in.")
+    parser.add_argument("--docs", action="store_true", help="print the documentation of all settings instead")
     options, config = command_line(parser, arguments)
     sys.stdout.write(docs() if options.docs else to_toml(config))
 

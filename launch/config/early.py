@@ -1,6 +1,6 @@
-"""Refusal of a command line before torch is imported, which takes seconds: the file, all settings, and the number of ranks.
+"""Check a command line before torch is imported, since the import takes seconds: config file, settings and number of ranks.
 
-Recipes and patterns of layers are checked by `run_config`, because `dlp` knows them.
+Recipes and layer patterns are checked later by `run_config`, because these checks import `dlp`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ SCHEMA = {**SECTIONS, "groups": PlainGroup}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that leaves its errors to the parser of the program."""
+    """Parser that raises ValueError for a wrong option, so that the parser of the program reports the error."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def refuse_early(arguments: Sequence[str], *, ranks: bool) -> None:
-    """End a program whose arguments contain settings that cannot be used, with the sentence of `run_config`.
+    """End the program with an error message if a setting on the command line or in the config is invalid.
 
     Args:
         arguments: The command line.
-        ranks: Whether this process is a rank, or stands for all ranks, so that mesh and batch must fit their number.
+        ranks: Also check that mesh and global batch fit the number of ranks.
     """
     if not {"-h", "--help"}.isdisjoint(arguments):
         return
@@ -47,7 +47,7 @@ def refuse_early(arguments: Sequence[str], *, ranks: bool) -> None:
 
 
 def check(arguments: Sequence[str]) -> tuple[argparse.Namespace, rules.Settings]:
-    """Return the options and the settings of a command line. Raises ConfigError."""
+    """Return the options and the settings of a command line. Raises ConfigError for an invalid setting."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("config", nargs="?", default=files.DEFAULT)
     for flag in FLAGS:
@@ -63,8 +63,8 @@ def check(arguments: Sequence[str]) -> tuple[argparse.Namespace, rules.Settings]
 
 
 def _check_ranks(options: argparse.Namespace, settings: rules.Settings, arguments: Sequence[str]) -> None:
-    """Raise ConfigError for a mesh or a batch that does not fit the number of ranks: the planned ranks, the ranks of
-    torchrun, or the single rank of this process."""
+    """Raise ConfigError if mesh or global batch do not fit the number of ranks: `--world` with `--plan`, the world size under
+    torchrun, else 1."""
     if options.plan:
         rules.validate_world(settings, int(options.world or 8))
     elif "RANK" in os.environ:

@@ -1,4 +1,4 @@
-"""Files of configs: found by name or path, and read as TOML, without importing torch."""
+"""Find config files by name or path, and read them as TOML. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from launch.settings.schema import ConfigError, brief
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DEFAULT = "tiny"
-FOR_FOLDERS = "transformers"  # default with --model FOLDER
+FOR_FOLDERS = "transformers"  # default config with --model FOLDER
 
 
 def find(name_or_path: str | Path) -> Path:
-    """Return the file of a config. Raises ConfigError if there is none."""
+    """Return the file of a config, given as a name under launch/configs or as a path. Raises ConfigError if no file exists."""
     path = Path(name_or_path)
-    with contextlib.suppress(OSError, ValueError):  # names that no file can have raise these errors
+    with contextlib.suppress(OSError, ValueError):  # raised by is_file() for invalid file names
         for candidate in (CONFIGS / f"{name_or_path}.toml", path):
             if candidate.is_file():
                 return candidate
@@ -27,15 +27,15 @@ def find(name_or_path: str | Path) -> Path:
 
 
 def chosen(config: str, arguments: Sequence[str], changes: Sequence[tuple[str, str]]) -> str:
-    """Return the name or path of the config of a command line. Without a config, the default depends on whether --model
-    is given."""
+    """Return `config`, the name or path on the command line; if the command line names none, `FOR_FOLDERS` with --model, else
+    `DEFAULT`."""
     if config == DEFAULT and DEFAULT not in arguments and "model.folder" in dict(changes):
         return FOR_FOLDERS
     return config
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a config. Raises ConfigError if the file is not text."""
+    """Return the text of a config file. Raises ConfigError if the file is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -43,8 +43,7 @@ def read_text(path: Path) -> str:
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
-    """Return the tables of a config. Raises ConfigError for text that is not TOML. `name`: name of the file in
-    messages."""
+    """Parse the TOML text of a config. Raises ConfigError if it is not TOML. `name`: name of the file in messages."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

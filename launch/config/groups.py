@@ -1,4 +1,4 @@
-"""Groups of layers in a configuration: the settings of sections.py and the switches of layers that `dlp` declares."""
+"""Layer groups of a config, [[groups]]: the settings of sections.py and the layer options that `dlp` declares."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,11 @@ class Group(Schedule, LayerOptions, Choices):
     """Settings of layers, chosen by name. For each layer and key the last matching group that sets the key wins."""
 
     def layer_fields(self) -> dict[str, Any]:
-        """Return the options of this group that are options of `dlp.LayerGroup`."""
+        """Return the settings of this group that are arguments of `dlp.LayerGroup`, without unset settings."""
         return {name: value for name in FIELDS if (value := getattr(self, name, None)) is not None}
 
     def recipes(self) -> list[str | dict[str, Any]]:
-        """Return all recipes that this group names."""
+        """Return the recipe of this group and the recipes of its scheduled changes."""
         return [
             recipe for recipe in (self.recipe, *(entry["recipe"] for entry in self.swap or ())) if recipe is not None
         ]

@@ -1,7 +1,7 @@
-"""Rules across settings, and whether a mesh and a batch fit a number of ranks; without torch.
+"""Rules that involve several settings, and checks that mesh and batch fit a number of ranks. This module does not import torch.
 
-`Settings` is a configuration as programs check it before they import torch. `run_config.Config` adds the checks of recipes and
-layer groups, for which `dlp` is needed.
+`Settings` is the config that programs check before they import torch. `run_config.Config` adds the checks of recipes and
+layer groups, which import `dlp`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from launch.models.settings import Model, PretrainedModel
 from launch.settings.schema import ConfigError, Section, brief, read
 
 NAMES = (*SECTIONS, "groups")
-# Microbatches of a step in invariant mode with micro_batch = -1, if the global batch is divisible by this number
+# Microbatches of a step over all ranks in invariant mode with micro_batch = -1, if the global batch is divisible by this number
 PIECES = 8
 S = TypeVar("S", bound="Settings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All sections of a configuration. `source`: name of the file in messages; not compared."""
+    """All sections of a config. `source`: name of the file in messages; ignored when configs are compared."""
 
     mesh: Mesh
     model: Model | PretrainedModel
@@ -37,7 +37,7 @@ class Settings:
 
     @property
     def own_sequence(self) -> int:
-        """Tokens of a sequence on a rank of cp."""
+        """Number of tokens of a sequence on one cp rank."""
         return self.train.sequence // self.mesh.cp
 
     def __post_init__(self) -> None:
@@ -47,16 +47,16 @@ class Settings:
 
 
 def build(kind: type[S], group: type[Section], tables: Mapping[str, Any], name: str) -> S:
-    """Return the configuration in the tables of a TOML file.
+    """Construct a config from the tables of a TOML file.
 
     Args:
-        kind: Settings, or a class derived from Settings.
-        group: The class of an entry of [[groups]].
-        tables: The tables, after overrides.
-        name: The name of the file in messages.
+        kind: `Settings` or a subclass.
+        group: Class of an entry of [[groups]].
+        tables: Tables of the file, with overrides applied.
+        name: Name of the file in messages.
 
     Raises:
-        ConfigError: A setting, or several settings together, cannot be used.
+        ConfigError: A setting is invalid, or settings contradict each other.
     """
     try:
         forms = {**SECTIONS, "model": _form_of_model(tables.get("model", {}))}
@@ -68,7 +68,8 @@ def build(kind: type[S], group: type[Section], tables: Mapping[str, Any], name: 
 
 
 def _form_of_model(table: Mapping[str, Any]) -> type[Section]:
-    """Return the section class of `[model]`: sizes of a family, or a folder of transformers. Raises ConfigError for both."""
+    """Return the class of section `[model]`: `PretrainedModel` if it has the key folder, else `Model`. Raises ConfigError if
+    folder and other keys are set."""
     if "folder" not in table:
         return Model
     if others := [key for key in table if key != "folder"]:
@@ -126,7 +127,7 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
 
 
 def _of_family(config: Settings, model: Model) -> Iterator[tuple[bool, str]]:
-    """Yield (whether the rule holds, message) for each rule that involves the sizes of a family."""
+    """Yield (whether the rule holds, message) for each rule about the sizes in `[model]`."""
     mesh, train = config.mesh, config.train
     yield (
         model.heads % model.kv_heads == 0,
@@ -150,11 +151,11 @@ def _of_family(config: Settings, model: Model) -> Iterator[tuple[bool, str]]:
 
 
 def _of_folder(config: Settings, model: PretrainedModel) -> Iterator[tuple[bool, str]]:
-    """Yield (whether the rule holds, message) for each rule about a folder of transformers that can be checked without
-    reading config.json. `Config` checks the architecture, because this check needs transformers.
+    """Yield (whether the rule holds, message) for each rule about `--model FOLDER` that does not depend on the architecture.
+    `Config` checks the architecture, because that check imports transformers.
 
     Raises:
-        ConfigError: if the folder is incomplete.
+        ConfigError: The folder is incomplete.
     """
     check_folder(model.folder)
     folder, mesh, train = f"--model {model.folder}", config.mesh, config.train
@@ -176,7 +177,7 @@ def _of_folder(config: Settings, model: PretrainedModel) -> Iterator[tuple[bool,
 
 
 def _of_context(config: Settings) -> Iterator[tuple[bool, str]]:
-    """Yield (whether the rule holds, message) for each rule of a context-parallel mesh."""
+    """Yield (whether the rule holds, message) for each rule about a mesh with cp > 1."""
     cp, train = config.mesh.cp, config.train
     yield (
         train.sequence % (2 * cp) == 0,
@@ -192,14 +193,14 @@ def _of_context(config: Settings) -> Iterator[tuple[bool, str]]:
 
 
 def _against_invariant(config: Settings) -> Iterator[str]:
-    """Yield a sentence for each setting with which bits depend on the mesh; `dlp.convert` refuses recipes and layers."""
+    """Yield a message for each setting that invariant mode does not support. `dlp.convert` checks recipes and layers."""
     mesh, model, train = config.mesh, config.model, config.train
     if train.compile:
         yield "compiled code adds in an order that depends on shapes; set [train] compile = false"
     if isinstance(model, PretrainedModel):
-        yield f"norms and attention of --model {model.folder} add in an order of their own; train a family of [model]"
+        yield f"norms and attention of --model {model.folder} add in another order; train a family of [model]"
     elif model.fused:
-        yield "fused sequences add in an order of their own; set [model] fused = false"
+        yield "fused sequences add in another order; set [model] fused = false"
     if train.optimizer != "adamw":
         yield f'{train.optimizer} computes on parts of matrices that depend on the mesh; set [train] optimizer = "adamw"'
     if train.main_grads != "off":
@@ -209,7 +210,7 @@ def _against_invariant(config: Settings) -> Iterator[str]:
     if train.sentinel:
         yield "the sentinel is not tested with sums by the tree; set [train] sentinel = 0"
     if train.dtype != "bf16":
-        yield 'activations of fp32 have other bits at the end of vectors than in vectors; set [train] dtype = "bf16"'
+        yield 'the bits of fp32 activations depend on how kernels vectorize a row; set [train] dtype = "bf16"'
     if train.ledger == "always":
         yield 'the plan does not predict the bytes of partial sums in fp32; set [train] ledger = "off"'
     if config.data.reset_attention:
@@ -219,7 +220,7 @@ def _against_invariant(config: Settings) -> Iterator[str]:
 
 
 def cannot_capture(config: Settings) -> str:
-    """Return why steps cannot be captured as a CUDA graph, with the setting to change; "" if steps can be captured."""
+    """Return the reason why steps cannot be captured in a CUDA graph, and the setting to change; "" if there is none."""
     measured = [group.name for group in config.groups if group.stats]
     if measured:
         return f"statistics are read in each step of group {', '.join(measured)}; leave stats out of the group"
@@ -233,7 +234,7 @@ def cannot_capture(config: Settings) -> str:
 
 
 def check_shape(tables: dict[str, Any], source: str) -> None:
-    """Raise ConfigError for an unknown section, a section that is no table, and a file without groups."""
+    """Raise ConfigError for an unknown section, a section that is not a table, or a file without groups."""
     for name, table in tables.items():
         if name not in NAMES:
             raise ConfigError(f"{source}: [{brief(name)}]: unknown section, expected one of {', '.join(NAMES)}")
@@ -248,10 +249,10 @@ def check_shape(tables: dict[str, Any], source: str) -> None:
 class Batch:
     """Partition of the sequences of a step.
 
-    micro      sequences of a microbatch
-    num_micro  microbatches of each data-parallel rank
-    dp_size    data-parallel ranks
-    cp         ranks that share the sequences of a data-parallel rank
+    micro      number of sequences of a microbatch
+    num_micro  number of microbatches of each data-parallel rank
+    dp_size    number of data-parallel ranks, dp_replicate x dp_shard
+    cp         number of ranks over which each sequence is sharded
     """
 
     micro: int
@@ -261,13 +262,13 @@ class Batch:
 
     @property
     def token_ranks(self) -> int:
-        """Number of ranks with different tokens, over which FSDP shards and replicates."""
+        """Number of ranks with different tokens, dp_replicate x dp_shard x cp."""
         return self.dp_size * self.cp
 
 
 def mesh_sizes(config: Settings, world_size: int) -> dict[str, int]:
-    """Return the sizes of all axes for `world_size` ranks, cp only if more than 1; raise ConfigError if the mesh does not fit
-    this number."""
+    """Return the size of each mesh axis for `world_size` ranks; cp is included only if cp > 1. Raises ConfigError if the mesh
+    does not fit `world_size`."""
     axes = AXES if config.mesh.cp == 1 else (*AXES[:-1], CP, AXES[-1])
     sizes: dict[str, int] = {axis: getattr(config.mesh, axis) for axis in axes}
     open_axis = next((axis for axis, size in sizes.items() if size == -1), None)
@@ -287,13 +288,14 @@ def mesh_sizes(config: Settings, world_size: int) -> dict[str, int]:
 
 
 def validate_world(config: Settings, world_size: int) -> Batch:
-    """Return the batch for `world_size` ranks; raise ConfigError if mesh or batch do not fit this number."""
+    """Return the partition of a global batch over `world_size` ranks. Raises ConfigError if mesh or global batch do not fit
+    `world_size`."""
     micro_batch, global_batch = config.train.micro_batch, config.train.global_batch
-    if config.train.invariant and micro_batch == -1:  # the same on every mesh
+    if config.train.invariant and micro_batch == -1:  # the microbatch must be equal on every mesh
         micro_batch = global_batch // min(PIECES, global_batch & -global_batch)
     mesh_sizes(config, world_size)
     dp_size = world_size // (config.mesh.cp * config.mesh.tp)
-    least = abs(micro_batch)  # -1 stands for at least one sequence
+    least = abs(micro_batch)  # micro_batch = -1 needs at least one sequence per rank
     if global_batch % (least * dp_size):
         raise ConfigError(
             f"{config.source}: [train] global_batch: expected a multiple of micro_batch {least} x "
@@ -304,7 +306,7 @@ def validate_world(config: Settings, world_size: int) -> Batch:
 
 
 def choose(config: Settings, ranks: Sequence[int], tps: Sequence[int]) -> tuple[int, int]:
-    """Return the first pair (ranks, tp) that the config fits, in the order of ranks, then of tp. If no pair fits, raise
+    """Return the first pair (ranks, tp) that fits the config, in the order of `ranks`, then of `tps`. If no pair fits, raise
     the ConfigError of the first pair."""
     for each in ranks:
         for tp in tps:
@@ -322,16 +324,18 @@ def _misfit(config: Settings, ranks: int, tp: int) -> ValueError | None:
 
 
 def sizes_of_tp(config: Settings, arguments: Sequence[str]) -> list[int]:
-    """Sizes of tp to try: the size on the command line; without one, the size in the config and its divisors, largest
-    first."""
+    """Return the tp sizes to try: only the size on the command line, if given; else the size in the config and its divisors,
+    largest first."""
     tp = config.mesh.tp
     asked = any(each.partition("=")[0] == "--mesh.tp" for each in arguments)
     return [tp] if asked else [size for size in range(tp, 0, -1) if tp % size == 0]
 
 
 def on_one_rank(config: S, arguments: Sequence[str]) -> tuple[S, list[str]]:
-    """Return the config of a process without a launcher, which is the only rank, with a tp that fits one rank, and
-    lines to print. Raises ConfigError if tp of the command line, or another setting, does not fit one rank."""
+    """Return the config with tp = 1 for a process that torchrun did not start, and a line to print if tp was changed.
+
+    Raises ConfigError if tp > 1 was set on the command line, or if another setting does not fit one rank.
+    """
     _, tp = choose(config, [1], sizes_of_tp(config, arguments))
     if tp == config.mesh.tp:
         return config, []

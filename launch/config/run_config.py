@@ -1,8 +1,8 @@
-"""Configuration of a training run: one TOML file, read into typed and checked dataclasses.
+"""Config of a training run: one TOML file, read into typed and checked dataclasses.
 
 `load("tiny", ["--train.lr", "1e-3"])` finds `launch/configs/tiny.toml` (or takes a path), applies the overrides and
-returns a `Config`. The range of a setting is in its field (sections.py), and rules across settings, also those that depend on
-the number of ranks, are in rules.py. `to_toml` writes a file that loads as an equal `Config`.
+returns a `Config`. The allowed values of a setting are declared with its field (sections.py); rules across settings, including
+rules about the number of ranks, are in rules.py. `to_toml` returns a text that loads as an equal `Config`.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from launch.settings.schema import ConfigError, toml_lines
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Settings):
-    """All sections of a configuration, with recipes and layer groups that `dlp` accepts."""
+    """All sections of a config, including checked recipes and layer groups."""
 
     groups: tuple[Group, ...]
 
@@ -42,13 +42,13 @@ class Config(Settings):
 
     @cached_property
     def architecture(self) -> Architecture:
-        """Interface of the launcher to the model of this configuration."""
+        """Model of this config, as the interface that the launcher uses."""
         return Pretrained(self.model) if isinstance(self.model, PretrainedModel) else Decoder(self.model)
 
     @property
     def family(self) -> Model:
-        """Sizes of `[model]`. Raises ConfigError for a model of transformers, which programs other than training and
-        evaluation do not run."""
+        """Section `[model]` with the sizes of a family. Raises ConfigError for a model of transformers: only training and
+        evaluation support such models."""
         if isinstance(self.model, PretrainedModel):
             raise ConfigError(
                 f"{self.source}: --model {self.model.folder} is a model of transformers, and this program expects the sizes of "
@@ -58,7 +58,7 @@ class Config(Settings):
 
 
 def _check_group(group: Group, source: str) -> None:
-    """Construct the layer group and its recipes once, so that mistakes are found before any work starts."""
+    """Construct the layer group and its recipes; raise ConfigError if one of them is invalid."""
     layer_fields = group.layer_fields()
     try:
         if layer_fields or (group.swap is None and group.stats is None):
@@ -70,25 +70,27 @@ def _check_group(group: Group, source: str) -> None:
 
 
 def recipe_files(config: Config) -> frozenset[Path]:
-    """Return the Python files of recipes that the configuration names; a run may import only these."""
+    """Return the Python files of the recipes in the config; a run may import recipes only from these files."""
     found = (source(recipe) for group in config.groups for recipe in group.recipes())
     return frozenset(path for path in found if path is not None)
 
 
 def parallel_dims(config: Config, world_size: int) -> ParallelDims:
-    """Return the mesh sizes for `world_size` ranks; raise ConfigError if the mesh does not fit this number."""
+    """Return the mesh sizes for `world_size` ranks. Raises ConfigError if the mesh does not fit `world_size`."""
     return ParallelDims.of(mesh_sizes(config, world_size))
 
 
 def shards(config: Config, dp_size: int) -> bool:
-    """Return whether FSDP manages the parameters: on several data-parallel ranks, or to cast to the dtype of activations."""
+    """Return whether FSDP manages the parameters: with several data-parallel ranks, or if FSDP must cast parameters to the
+    dtype of activations."""
     return dp_size > 1 or (config.architecture.fsdp_casts and config.train.dtype != "fp32")
 
 
 def load(name_or_path: str | Path = DEFAULT, arguments: Sequence[str] = ()) -> Config:
-    """Return the checked config of a name under launch/configs or of a TOML file.
+    """Load and check a config, given as a name under launch/configs or as the path of a TOML file.
 
-    arguments: overrides as on a command line, ["--train.lr", "1e-3", "--recipe", "bf16"]. Raises ConfigError.
+    arguments: overrides as on a command line, ["--train.lr", "1e-3", "--recipe", "bf16"]. Raises ConfigError if the file or a
+    setting is invalid.
     """
     rest, changes = overrides.split(arguments)
     if rest:
@@ -97,22 +99,22 @@ def load(name_or_path: str | Path = DEFAULT, arguments: Sequence[str] = ()) -> C
 
 
 def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """Return a program's own arguments and its config, for a parser made by `make_parser`. Raises ConfigError."""
+    """Parse a command line with a parser from `make_parser`; return the options of the program, and the config with overrides.
+    Raises ConfigError."""
     options, changes = overrides.parse(parser, arguments, SCHEMA)
     options.config = files.chosen(options.config, arguments, changes)
     return options, _load(options.config, changes)
 
 
 def count(text: str) -> int:
-    """Parse an integer >= 1 from a command line, as the type of an argument."""
+    """Parse an integer >= 1; for `type=` of argparse."""
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser with CONFIG, --print-config and a --help that lists every setting; programs add their own
-    options."""
+    """Return a parser with CONFIG, --print-config and a --help that lists every setting. Programs add further options."""
     return overrides.make_parser(program, description, DEFAULT, SCHEMA)
 
 
@@ -122,7 +124,10 @@ def _load(name_or_path: str | Path, changes: Sequence[tuple[str, str]]) -> Confi
 
 
 def from_text(text: str, name: str, changes: Sequence[tuple[str, str]] = ()) -> Config:
-    """Return the checked config of a TOML text. `name`: name in messages; `changes`: overrides. Raises ConfigError."""
+    """Parse and check a config in TOML. Raises ConfigError.
+
+    name: name of the config in messages; changes: overrides, (dotted name, text) each.
+    """
     tables = files.parse(text, name)
     check_shape(tables, name)
     overrides.apply(tables, changes, SCHEMA)
@@ -130,7 +135,7 @@ def from_text(text: str, name: str, changes: Sequence[tuple[str, str]] = ()) -> 
 
 
 def to_toml(config: Config) -> str:
-    """Return a file that loads as an equal config. Every setting is written, except unset settings."""
+    """Return the config as TOML text that loads as an equal config. All settings are written except unset ones."""
     parts = []
     for name in SCHEMA:
         value = getattr(config, name)

@@ -1,8 +1,8 @@
 """Settings of a training run: names, ranges, defaults and descriptions, one class for each section of the TOML file.
 
 docs/config.md and `--help` are generated from these classes. Rules across settings are in rules.py; the section [model] is in
-launch/models/settings.py, and the switches of layers in groups.py. This file does not import torch, so that programs refuse
-wrong settings before the seconds that the import of torch takes.
+launch/models/settings.py, and the layer options of [[groups]] in groups.py. This module does not import torch, so that programs
+reject wrong settings before the import, which takes seconds.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,14 @@ AXES, CP = ("dp_replicate", "dp_shard", "tp"), "cp"  # equal to the names in `dl
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Section):
-    """Device mesh: world size = dp_replicate x dp_shard x cp x tp. One dp axis may be -1: the remaining ranks."""
+    """Device mesh: world size = dp_replicate x dp_shard x cp x tp. One dp axis may be -1: all remaining ranks."""
 
-    dp_replicate: int = setting(integer(">= 1", also=(-1,)), "replicas of the whole model", 1)
+    dp_replicate: int = setting(integer(">= 1", also=(-1,)), "number of replicas of the model", 1)
     dp_shard: int = setting(integer(">= 1", also=(-1,)), "ranks that shard parameters and optimizer states by FSDP", -1)
     cp: int = setting(
-        integer(">= 1"), "context-parallel ranks, which share sequences: FSDP shards over dp_shard x cp ranks", 1
+        integer(">= 1"),
+        "context-parallel ranks, over which each sequence is sharded; FSDP shards over dp_shard x cp ranks",
+        1,
     )
     tp: int = setting(integer(">= 1"), "tensor-parallel ranks", 2)
     sequence_parallel: bool = setting(
@@ -35,12 +37,12 @@ class Mesh(Section):
     )
     overlap_table: str | None = setting(
         text(),
-        'file of measured times from dlp.parallel.tune, by which overlap = "auto" is decided; unset: the shipped tables',
+        'file of measured times from dlp.parallel.tune, from which overlap = "auto" chooses; unset: the shipped tables',
         None,
     )
     amax_group: str = setting(
         choice("auto", AXES[-1], "tp+cp", "tp+dp", "world"),
-        "ranks that share scales; auto: only the ranks that correctness requires",
+        "ranks that agree on an amax, and so share a scale; auto: only the ranks that correctness requires",
         "auto",
     )
     quantized_gather: bool = setting(flag(), "FSDP gathers quantized weights", True)
@@ -49,8 +51,8 @@ class Mesh(Section):
     )
     grad_wire: str = setting(
         choice("auto", "fp32", "bf16", "fp8"),
-        "dtype in which gradients are sent by FSDP; fp32: reduce-scatter of FSDP; bf16, fp8: summed in fp32; auto: bf16 where "
-        "gradients are bf16 before the reduction (equal values), else fp32",
+        "dtype in which FSDP sends gradients; fp32: FSDP's own reduce-scatter; bf16, fp8: sent in this dtype, summed in fp32; "
+        "auto: bf16 where gradients are bf16 before the reduction (equal values), else fp32",
         "auto",
     )
 
@@ -106,7 +108,7 @@ class Train(Section):
         -1,
     )
     global_batch: int = setting(
-        integer(">= 1"), "sequences per step over all ranks; gradients of further microbatches are accumulated"
+        integer(">= 1"), "sequences per step over all ranks; a step accumulates the gradients of its microbatches"
     )
     sequence: int = setting(integer(">= 1"), "tokens per sequence")
     reduce_gradients: str = setting(
@@ -123,7 +125,7 @@ class Train(Section):
         "adamw",
     )
     init_from: str | None = setting(
-        text("a checkpoint's folder"),
+        text("the folder of a checkpoint"),
         "initial weights: a checkpoint of the same [model], for example from launch.convert_hf; unset: random weights",
         None,
     )
@@ -208,23 +210,25 @@ class Train(Section):
     )
     sentinel_tensors: bool = setting(
         flag(),
-        "with sentinel: compared tensors are copied to host memory, and a difference leaves both tensors in the run's folder; "
-        "slower",
+        "with sentinel: compared tensors are copied to host memory, and if they differ, both are written to the folder of the "
+        "run; slower",
         False,
     )
     profile: int = setting(integer(">= 1", also=(0,)), "number of the step that is profiled; 0: none", 0)
     profiler: str = setting(
         choice("torch", "nvtx"),
-        "torch: a trace of this step and the time of exposed communication; nvtx: ranges for profilers of NVIDIA, on GPUs",
+        "torch: a trace of this step and the time of exposed communication; nvtx: NVTX ranges for NVIDIA's profilers, on GPUs",
         "torch",
     )
     memory_history: bool = setting(
-        flag(), "record the stack of each allocation for the snapshot that a GPU out of memory leaves; slower", False
+        flag(),
+        "record the stack of each allocation for the memory snapshot that an out-of-memory error writes; slower",
+        False,
     )
-    deterministic: bool = setting(flag(), "equal bits in every run, on GPUs as well; slower", False)
+    deterministic: bool = setting(flag(), "runs with equal settings are bitwise equal, on GPUs as well; slower", False)
     invariant: bool = setting(
         flag(),
-        "equal bits on every mesh, with up to 8 ranks of tp and of dp_shard, and 2 of dp_replicate; slower, see "
+        "results are bitwise equal on every mesh, with up to 8 ranks of tp and of dp_shard, and 2 of dp_replicate; slower, see "
         "prove.md",
         False,
     )
@@ -271,7 +275,7 @@ class Checkpoint(Section):
 
     @property
     def none(self) -> bool:
-        """Whether the run saves no checkpoint, not even when the run is stopped."""
+        """Return whether the run never saves a checkpoint, not even if SIGTERM stops it."""
         return not (self.every or self.at_end)
 
 
@@ -292,7 +296,7 @@ class Run(Section):
         "saving) are given six times as long",
         50.0,
     )
-    metrics: tuple[str, ...] = setting(METRICS, "further outputs of the numbers in metrics.jsonl", ())
+    metrics: tuple[str, ...] = setting(METRICS, "outputs of the metrics in addition to metrics.jsonl", ())
 
 
 def _names_a_recipe(value: Any) -> bool:
@@ -326,7 +330,7 @@ OVERLAP = Rule("auto, a strategy's name or { fprop = ..., dgrad = ..., wgrad = .
 
 @dataclass(frozen=True, kw_only=True)
 class Choices(Section):
-    """Settings of a group that come before the options of layers."""
+    """Settings of a layer group that precede the layer options of `dlp` in the documentation."""
 
     name: str = setting(text(), "name in messages, in the plan and in --groups.NAME.key")
     match: tuple[str, ...] = setting(texts(), "patterns of layer names, as in layer-groups.md")
@@ -346,7 +350,7 @@ class Choices(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Section):
-    """Settings of a group that follow the options of layers."""
+    """Settings of a layer group that follow the layer options of `dlp` in the documentation."""
 
     swap: tuple[dict[str, Any], ...] | None = setting(
         SWAP,
@@ -359,7 +363,7 @@ class Schedule(Section):
     )
 
     def swaps(self, steps: int) -> list[tuple[int, str | dict[str, Any]]]:
-        """Return (number of completed steps, recipe) of each scheduled recipe change of a run of `steps` steps."""
+        """Return (number of completed steps, recipe) for each recipe change in a run of `steps` steps."""
         return [
             (at if isinstance(at := entry["at_step"], int) else max(1, round(at * steps)), entry["recipe"])
             for entry in self.swap or ()
@@ -368,10 +372,10 @@ class Schedule(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainGroup(Schedule, Choices):
-    """Group of layers as programs check it before they import torch. `groups.Group` takes the switches from `dlp`."""
+    """Layer group for checks before torch is imported. It repeats the layer options that `groups.Group` inherits from `dlp`."""
 
-    delay_wgrad: bool | None = setting(flag(), "a switch of layers", None)
-    save_original_input: bool | None = setting(flag(), "a switch of layers", None)
+    delay_wgrad: bool | None = setting(flag(), "layer option of dlp", None)
+    save_original_input: bool | None = setting(flag(), "layer option of dlp", None)
 
 
 SECTIONS: dict[str, type[Section]] = {

@@ -1,4 +1,4 @@
-"""Prepare token shards from text files and rows, and inspect shards.
+"""Convert text files and rows into token shards (`prepare`), and check and describe shards (`inspect`).
 
 python -m launch.data prepare --out DIR FILES_OR_FOLDERS... [--tokenizer tokenizer.json] [--column text]
 python -m launch.data inspect SHARD_OR_FOLDER
@@ -18,7 +18,7 @@ from launch.data.tokenizer import add_options, open_tokenizer
 
 
 def describe(shard: Shard) -> str:
-    """Describe the header and the documents of a shard in a few lines."""
+    """Return a description of a shard: size, dtype, vocabulary, documents and hash."""
     lengths = np.diff(np.append(shard.starts, len(shard.tokens)))
     return (
         f"{shard.path}: {len(shard.tokens):,} tokens of dtype {shard.tokens.dtype.str}, vocabulary {shard.vocabulary}\n"
@@ -75,7 +75,7 @@ def _inspect_command(options: argparse.Namespace) -> None:
     for path in paths:
         shard = open_shard(path)
         verify(shard)
-        print(describe(shard) + ", as its content")
+        print(describe(shard) + ", matches the content")
 
 
 def main(arguments: Sequence[str]) -> None:

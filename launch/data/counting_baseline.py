@@ -1,8 +1,8 @@
-"""Loss of counting models, as a baseline for training: a bigram model, or a unigram model for large vocabularies.
+"""Loss of a bigram or unigram model that is estimated by counting, as a baseline for the validation loss of a run.
 
-A transformer with broken attention still learns the bigram, so a validation loss below the bigram loss shows that attention
-works. The bigram table has vocabulary^2 entries, so it is used for bytes. Larger vocabularies use the unigram, which uses no
-context: a model that has learned anything has a lower loss.
+A transformer with broken attention still learns bigrams, so a validation loss below the bigram loss shows that attention works.
+The bigram table has vocabulary^2 entries, so bigrams are used only for small vocabularies such as bytes. For larger
+vocabularies the baseline is a unigram model, which uses no context: any model that learns has a lower loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,21 @@ import numpy as np
 
 from launch.data.shard import Shard, Tokens
 
-BYTES = 257  # size of the vocabulary of bytes with a separator
-LARGEST_TABLE = 512  # symbols: 2 MB of counts
-PIECE = 1 << 22  # tokens counted at once
-MOST = 1 << 28  # maximum number of counted tokens of a split; a larger split is sampled in pieces at equal distances
+BYTES = 257  # size of the vocabulary of bytes and the separator
+LARGEST_TABLE = 512  # largest vocabulary for a bigram table, which then has 2 MB
+PIECE = 1 << 22  # number of tokens that are counted at once
+MOST = 1 << 28  # maximum number of counted tokens of a split; of a larger split, evenly spaced pieces are counted
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Baseline(NamedTuple):
-    """Loss of a counting model on the validation tokens, in `unit`."""
+    """Loss of a counting model on the validation tokens.
+
+    name   "byte-bigram", "bigram" or "unigram"
+    loss   mean cross entropy
+    unit   "nats/byte" or "nats/token"
+    """
 
     name: str
     loss: float
@@ -32,12 +37,12 @@ class Baseline(NamedTuple):
 
 
 def unit_of(shards: Sequence[Shard]) -> str:
-    """Unit of a loss on these tokens."""
+    """Return the unit of a loss on the tokens of these shards: "nats/byte" or "nats/token"."""
     return "nats/byte" if _symbols(shards) == BYTES else "nats/token"
 
 
 def baseline(train: Sequence[Shard], validation: Sequence[Shard]) -> Baseline:
-    """The bigram model for bytes and other small vocabularies, else the unigram model."""
+    """Return the loss of a bigram model if the vocabulary is at most `LARGEST_TABLE`, else of a unigram model."""
     both, unit = (*train, *validation), unit_of((*train, *validation))
     if _symbols(both) > LARGEST_TABLE:
         return Baseline("unigram", unigram_loss(train, validation), unit)
@@ -45,10 +50,10 @@ def baseline(train: Sequence[Shard], validation: Sequence[Shard]) -> Baseline:
 
 
 def bigram_loss(train: Sequence[Shard], validation: Sequence[Shard], smoothing: float = 0.05) -> float:
-    """Cross entropy on the validation tokens of the best model with one token of context, in nats per token.
+    """Return the cross entropy of a bigram model on the validation tokens, in nats per token.
 
-    The model uses pair counts of the training tokens plus `smoothing` for every pair; among values from 1 to 0.001 the default
-    is best on the standard library, by less than 0.003. Memory is 8 bytes x vocabulary^2.
+    The model is estimated from the counts of pairs in the training tokens, plus `smoothing` for every pair. The loss hardly
+    depends on `smoothing`. Memory: 8 bytes x vocabulary^2.
     """
     size = _symbols((*train, *validation))
     pairs, seen = (_count(shards, size * size, lambda t: t[:-1] * size + t[1:]) for shards in (validation, train))
@@ -58,8 +63,11 @@ def bigram_loss(train: Sequence[Shard], validation: Sequence[Shard], smoothing: 
 
 
 def unigram_loss(train: Sequence[Shard], validation: Sequence[Shard], smoothing: float = 1.0) -> float:
-    """Cross entropy on the validation tokens under the frequencies of the training tokens, in nats per token. Memory is 8 bytes
-    x vocabulary."""
+    """Return the cross entropy of a unigram model on the validation tokens, in nats per token.
+
+    The model is estimated from the counts of the training tokens, plus `smoothing` for every token. Memory: 8 bytes x
+    vocabulary.
+    """
     size = _symbols((*train, *validation))
     tokens, seen = (_count(shards, size, lambda t: t[1:]) for shards in (validation, train))
     counts = seen + smoothing
@@ -71,7 +79,8 @@ def _symbols(shards: Sequence[Shard]) -> int:
 
 
 def _count(shards: Sequence[Shard], size: int, numbers: Any) -> Counts:
-    """Counts of the values of `numbers(tokens)`, all below `size`, in the pieces of shards, int64 [size]."""
+    """Count the values of `numbers(piece)` over all pieces of the shards; return int64 [size]. All values must be below
+    `size`."""
     counts = np.zeros(size, np.int64)
     for piece in _pieces(shards):
         counts += np.bincount(numbers(piece.astype(np.int64)), minlength=size)
@@ -79,7 +88,8 @@ def _count(shards: Sequence[Shard], size: int, numbers: Any) -> Counts:
 
 
 def _pieces(shards: Sequence[Shard]) -> Iterator[Tokens]:
-    """Pieces of the tokens of shards; each piece ends with the first token of the next piece."""
+    """Yield pieces of `PIECE` + 1 tokens, at most `MOST` tokens in total. Consecutive pieces of a shard overlap in one token,
+    so that no pair is missed."""
     places = [(shard, first) for shard in shards for first in range(0, len(shard.tokens) - 1, PIECE)]
     for shard, first in places[:: max(1, -(-len(places) * PIECE // MOST))]:
         yield shard.tokens[first : first + PIECE + 1]

@@ -1,7 +1,8 @@
-"""Documents of files: a text file is one document, and each row of JSON lines, a JSON array, Parquet or Arrow is one.
+"""Read documents from files. A text file is one document; each row of JSON lines, a JSON array, Parquet or Arrow is one
+document.
 
-A Hugging Face dataset that was saved to disk is a folder of Arrow files, listed in its state.json; only pyarrow is needed to
-read it. Rows are read as a stream, so files of any size can be read.
+A Hugging Face dataset that `save_to_disk` has written is a folder of Arrow files, listed in state.json; reading it needs only
+pyarrow. Rows are read as a stream, so files of any size can be read.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from typing import Any, TextIO
 from launch.common.optional_packages import MissingPackage, need
 
 Row = tuple[Any, int]  # value of the column, and approximate bytes of the row in the file
-HEAD = 4096  # bytes of a .json file that are read to recognize its form
-MOST_LINE = 1 << 26  # bytes of the first line of a .json file that are read to tell JSON lines from other JSON
-CHUNK = 1 << 20  # characters of a JSON array that are read per block
+HEAD = 4096  # bytes of a .json file that are read to detect the format
+MOST_LINE = 1 << 26  # maximum bytes of the first line of a .json file that are read to detect JSON lines
+CHUNK = 1 << 20  # characters of a JSON array that are read at once
 MOST_ELEMENT = 1 << 28  # maximum characters of one element of a JSON array
 BLANK = re.compile(r"\s*")
-SAVED, SPLITS = "state.json", "dataset_dict.json"  # state files of a Hugging Face dataset, and of several datasets
+SAVED, SPLITS = "state.json", "dataset_dict.json"  # files that mark a saved Hugging Face Dataset, and a DatasetDict
 
 
 class RowError(ValueError):
@@ -33,7 +34,8 @@ class RowError(ValueError):
 
 
 def walk(folder: Path, left_out: frozenset[str] = frozenset()) -> dict[str, Path]:
-    """Files below a folder by relative name, sorted, without hidden files and without folders named in `left_out`."""
+    """Return the files below a folder by relative path, sorted. Hidden files and folders, and folders named in `left_out`, are
+    skipped."""
     files = {}
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
@@ -43,8 +45,8 @@ def walk(folder: Path, left_out: frozenset[str] = frozenset()) -> dict[str, Path
 
 
 def list_files(given: Iterable[Path]) -> dict[str, Path]:
-    """The given files, and the files of the given folders and datasets, by name. Raises ValueError for a missing or
-    duplicate file."""
+    """Return the given files, and all files in the given folders and datasets, by name. Raises ValueError if a path does not
+    exist, or if two files have the same name."""
     files: dict[str, Path] = {}
     for path in given:
         if not path.exists():
@@ -59,7 +61,8 @@ def list_files(given: Iterable[Path]) -> dict[str, Path]:
 
 
 def saved_dataset(folder: Path) -> dict[str, Path]:
-    """The Arrow files of a Hugging Face dataset, by name; empty if the folder is not a dataset."""
+    """Return the Arrow files of a saved Hugging Face dataset by name; empty if the folder is not a dataset. Raises ValueError
+    for a dataset with several splits, or with missing files."""
     if (folder / SPLITS).is_file():
         names = _listed(folder / SPLITS, lambda found: [str(name) for name in found["splits"]])
         raise ValueError(
@@ -77,7 +80,8 @@ def saved_dataset(folder: Path) -> dict[str, Path]:
 
 
 def _listed(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
-    """Files listed in a dataset's state file, at least one."""
+    """Read the JSON file `path`, and return the list of names that `names` extracts. Raises ValueError if the list is empty or
+    missing."""
     try:
         found = names(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError) as error:
@@ -91,7 +95,7 @@ def _listed(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """Raise ValueError for a name that is not text, since the hash of the name decides the split."""
+    """Raise ValueError if the name of a file is not UTF-8: the split of a document depends on a hash of the name."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -99,39 +103,38 @@ def _check_name(path: Path, name: str) -> None:
 
 
 def is_text(path: Path) -> bool:
-    """Whether the first 8 KB contain no zero byte, which is git's test for text."""
+    """Return whether the first 8 KB of a file contain no zero byte, as git tests for text."""
     with path.open("rb") as file:
         return b"\0" not in file.read(8192)
 
 
 def has_rows(path: Path, column: str = "text") -> bool:
-    """Whether each row of a file is a document. The name of the file decides, except for .json, where the content
-    decides."""
+    """Return whether each row of a file is a document, by the suffix of the file; for .json by its content."""
     return _reader(path, column) is not None
 
 
 def looks_like_rows(path: Path) -> bool:
-    """Whether the name suggests rows, so that reading the file as one document deserves a remark."""
+    """Return whether the suffix is one of a data file. If such a file is read as one document, the program prints a remark."""
     return _kind(path).endswith(DATA)
 
 
 def _kind(path: Path) -> str:
-    """The lower-case name; its suffix tells the kind of the file."""
+    """Return the name of a file in lower case, for comparison with suffixes."""
     return path.name.lower()
 
 
 def _reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | None:
-    """Reader of the rows of a file; None for a file that is one text."""
+    """Return the function that reads the rows of a file; None if the file is one document."""
     if _kind(path).endswith((".json", ".json.gz")):
         return _json_reader(path, column)
     return next((read for suffix, read in READERS.items() if _kind(path).endswith(suffix)), None)
 
 
 def _json_reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]] | None:
-    """Reader of a .json file.
+    """Return the function that reads the rows of a .json file; None if the file is one document.
 
-    The file is JSON lines if the first line is an object that has the column or is followed by more lines, or an array
-    of objects or strings. Any other JSON, such as the settings of a program, gives None.
+    The file is a JSON array if it begins with an array of objects or strings. It is JSON lines if the first line is an object
+    that has the column, or that is followed by more lines. Any other JSON, such as a settings file, is one document.
     """
     try:
         with _opened(path) as file:
@@ -148,9 +151,10 @@ def _json_reader(path: Path, column: str) -> Callable[[Path, str], Iterator[Row]
 
 
 def rows(path: Path, column: str) -> Iterator[tuple[int, bytes, int]]:
-    """Yield (number from 1, text, bytes of the file) of each row; the text is "" for a row without text.
+    """Yield (number of the row from 1, text in UTF-8, approximate bytes of the row in the file) for each row. The text of an
+    empty row is b"".
 
-    Raises ValueError for a file or a row that cannot be read."""
+    Raises ValueError for a file or row that cannot be read."""
     reader = _reader(path, column)
     assert reader is not None, f"{path} has no rows"
     number = 0
@@ -189,7 +193,8 @@ def json_lines(path: Path, column: str) -> Iterator[Row]:
 
 
 def json_array(path: Path, column: str) -> Iterator[Row]:
-    """Rows of one array: strings, or objects whose `column` is text. The array is parsed element by element."""
+    """Yield the rows of a JSON array of strings, or of objects with the key `column`. The array is parsed element by
+    element."""
     with _opened(path) as file:
         number = 0
         for row, nbytes in _elements(io.TextIOWrapper(file, encoding="utf-8-sig")):
@@ -200,10 +205,10 @@ def json_array(path: Path, column: str) -> Iterator[Row]:
 
 
 def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
-    """Yield the elements of the array in a file, with the number of characters of each. Raises ValueError if the file
-    is not an array."""
+    """Yield (element, number of characters) for each element of the JSON array in a file. Raises ValueError if the file is not
+    an array."""
     decoder, text, size = json.JSONDecoder(), file.read(CHUNK), CHUNK
-    # position after the [, and the separator that must precede the next element
+    # at: position after "["; before: separator that must precede the next element
     at, before = _behind_blanks(text, 0) + 1, ""
     while True:
         at = _behind_blanks(text, at)
@@ -218,14 +223,14 @@ def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
         except ValueError as error:
             problem = str(error)
         else:
-            if end < len(text):  # at the end of the text, a number may continue
+            if end < len(text):  # otherwise the element may continue in the next block, if it is a number
                 yield row, end - at
                 at, before, size = end, ",", CHUNK
                 continue
         more = file.read(size) if len(text) - at < MOST_ELEMENT else ""
         if not more:
             raise ValueError(problem)
-        # the block doubles each time, so that an element is parsed only a few times
+        # the size of the block doubles each time, so that a long element is parsed only a few times
         text, at, size = text[at:] + more, 0, 2 * size
     if (text[at + 1 :] + file.read(CHUNK)).strip():
         raise ValueError("expected the end of the file behind the array")
@@ -264,4 +269,4 @@ READERS: dict[str, Callable[[Path, str], Iterator[Row]]] = {
     ".jsonl": json_lines, ".jsonl.gz": json_lines, ".ndjson": json_lines, ".ndjson.gz": json_lines,
     ".parquet": parquet, ".arrow": arrow,
 }  # fmt: skip
-DATA = (".json", ".json.gz", ".csv", ".tsv", *READERS)  # suffixes of data files whose rows may be documents
+DATA = (".json", ".json.gz", ".csv", ".tsv", *READERS)  # suffixes of data files, for `looks_like_rows`

@@ -1,7 +1,7 @@
-"""Preparation of a folder of shards from documents: `train-00000.shard, ...`, `validation-00000.shard, ...`, `index.json`.
+"""Prepare a folder of shards from documents: `train-00000.shard, ...`, `validation-00000.shard, ...` and `index.json`.
 
-Complete documents are held out for validation. Text files are chosen by hashes of their names until their share of the bytes
-is reached; rows by a hash of file name and row number, so that rows are read once, as a stream.
+Complete documents are held out for validation. Text files are held out in the order of hashes of their names, up to the
+requested share of the bytes. Rows are held out by a hash of file name and row number, so that rows can be read as a stream.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from launch.data.shard import Shard, Tokens, open_shard, write_shard
 from launch.data.shard_index import write_index
 from launch.data.tokenizer import BYTES, KnownTokens, Text, Tokenizer
 
-SHARD_TOKENS = 1 << 27  # a shard is built in memory: 256 MB with tokens of two bytes, 512 MB with tokens of four bytes
+SHARD_TOKENS = 1 << 27  # tokens of a shard, which is built in memory: 256 MB with 2 bytes per token, 512 MB with 4
 SPLITS = ("train", "validation")
 LOCK = ".lock"  # lock file of a running preparation, in its temporary folder
-BATCH = 256  # number of documents that are encoded at once
-BATCH_BYTES = 1 << 24  # maximum characters of documents that are encoded at once
+BATCH = 256  # maximum number of documents that are encoded at once
+BATCH_BYTES = 1 << 24  # bytes of documents from which on a batch is encoded, even with fewer documents
 
 
 @dataclass(frozen=True)
 class Document:
-    """Document with its split. `size`: bytes of the file that the document occupies, for the progress bar."""
+    """Document with its split, "train" or "validation". `size`: bytes of the document in its file, for the progress bar."""
 
     split: str
     text: Text
@@ -47,10 +47,10 @@ def check_share(share: float) -> None:
 
 
 def held_out(sizes: Mapping[str, int], share: float) -> set[str]:
-    """Return the names of documents for validation: the names with the smallest hashes, up to `share` of the bytes.
+    """Return the names of the documents for validation: those with the smallest hashes of names, up to `share` of the bytes.
 
-    A document larger than this share is never held out, so that no single file makes up the validation text (the largest
-    file of the standard library is 6 %). The result may be empty. Raises ValueError if no document is left for training.
+    sizes: bytes of each document by name. A document larger than `share` of all bytes is never held out, so that no single file
+    makes up the validation split. The result may be empty. Raises ValueError if no document is left for training.
     """
     check_share(share)
     budget = share * sum(sizes.values())
@@ -67,8 +67,8 @@ def held_out(sizes: Mapping[str, int], share: float) -> set[str]:
 
 
 def tail(sizes: Mapping[str, int], share: float) -> tuple[str, int]:
-    """Return the largest document and the byte at which its held-out end begins, for documents that are all too large to be
-    held out. Raises ValueError if there is nothing to cut."""
+    """Return (name of the largest document, byte at which its validation part begins), for the case that every document is too
+    large to be held out. Raises ValueError if the validation part or the training part would be empty."""
     largest = max(sizes, key=lambda name: sizes[name], default="")
     at = sizes.get(largest, 0) - round(share * sum(sizes.values()))
     if not 0 < at < sizes.get(largest, 0):
@@ -80,13 +80,14 @@ def tail(sizes: Mapping[str, int], share: float) -> tuple[str, int]:
 
 
 def row_split(name: str, share: float) -> str:
-    """Return the split of a row, from a hash of its name."""
+    """Return the split of a row, chosen by a hash of `name`, which consists of file name and row number."""
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     return SPLITS[number < share * 2**64]
 
 
 def documents(files: Mapping[str, Path], share: float, column: str) -> Iterator[Document]:
-    """Yield all documents of the files in order, without empty rows."""
+    """Yield all documents of the files in order, without empty rows. `share`: share for validation; `column`: column of rows
+    that holds the text."""
     sizes = {name: path.stat().st_size for name, path in files.items() if not has_rows(path, column)}
     validating = held_out(sizes, share)
     cut = None if validating or len(sizes) < len(files) else tail(sizes, share)
@@ -105,7 +106,7 @@ def documents(files: Mapping[str, Path], share: float, column: str) -> Iterator[
 
 
 def batched(stream: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield batches of documents that are large enough for encoding in threads."""
+    """Group documents into batches that are large enough for a tokenizer with threads."""
     batch: list[Document] = []
     nbytes = 0
     for document in stream:
@@ -120,7 +121,7 @@ def batched(stream: Iterable[Document]) -> Iterator[list[Document]]:
 
 @dataclass
 class ShardWriter:
-    """Writer of the shards of one split. A shard is closed after the document that fills the shard."""
+    """Writer of the shards of one split. A shard is written when it has at least `SHARD_TOKENS` tokens."""
 
     folder: Path
     split: str
@@ -143,20 +144,20 @@ class ShardWriter:
         try:
             write_shard(path, self._pending, self.vocabulary)
         except OSError as error:
-            # the OSError of a full disk has no file name
+            # the OSError of a full disk has no file name; add it
             raise OSError(error.errno, error.strerror, str(path)) from None
         self.shards.append(open_shard(path))
         self._pending = []
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Return the temporary folders of unfinished preparations of `folder`: killed ones and ones that are `at_work`."""
+    """Return the temporary folders of unfinished preparations of `folder`, both running (`at_work`) and killed ones."""
     name = re.compile(re.escape(f".{folder.name}-") + "[0-9a-f]{32}")
     return sorted(each for each in folder.parent.glob(".*") if name.fullmatch(each.name))
 
 
 def at_work(work: Path) -> bool:
-    """Return whether a process holds the lock of a temporary folder. The system releases the lock with the process."""
+    """Return whether a running process holds the lock of the temporary folder `work`."""
     try:
         with (work / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -171,22 +172,30 @@ def prepare(
     files: Mapping[str, Path], folder: Path, *, validation: float, tokenizer: Tokenizer = BYTES, column: str = "text",
     progress: bool = False,
 ) -> bool:  # fmt: skip
-    """Create a folder of shards from files by name; the folder appears when it is complete.
+    """Create a folder of shards from files; the folder gets its name when it is complete.
 
-    If there are only text files and each is larger than the validation share, the largest file becomes two documents, cut
-    at the end of a line. `column`: column of rows that holds the text.
+    If there are only text files and each is larger than the validation share, the largest file is cut at the end of a line, and
+    its end becomes the validation split.
+
+    Args:
+        files: Files by name.
+        folder: The folder to create.
+        validation: Share of the documents for validation.
+        tokenizer: Tokenizer of the text.
+        column: Column of rows that holds the text.
+        progress: Show a progress bar.
 
     Returns:
-        False if another process completes the same folder first; that folder stays.
+        True; False if another process has created the same folder first, which then stays.
 
     Raises:
-        ValueError: for input that cannot be read, encoded or split.
+        ValueError: The input cannot be read, encoded or split.
     """
     work = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
     work.mkdir(parents=True)
     try:
         with (work / LOCK).open("wb") as lock:
-            with contextlib.suppress(OSError):  # a file system without locks
+            with contextlib.suppress(OSError):  # the file system has no locks
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(work, files, validation, tokenizer, column, progress)
             (work / LOCK).unlink()
@@ -204,7 +213,7 @@ def prepare(
 def _write(
     work: Path, files: Mapping[str, Path], validation: float, tokenizer: Tokenizer, column: str, progress: bool
 ) -> None:
-    """Write all shards and the index."""
+    """Write all shards and index.json into the folder `work`."""
     writers = {split: ShardWriter(work, split, tokenizer.vocabulary) for split in SPLITS}
     known, total = KnownTokens(tokenizer), sum(path.stat().st_size for path in files.values())
     with tqdm(desc="prepare", total=total, unit="B", unit_scale=True, disable=not progress) as bar:
@@ -218,7 +227,7 @@ def _write(
 
 
 def _closed(writers: Iterable[ShardWriter], share: float) -> Sequence[Shard]:
-    """Close the writers and return all shards. Raises ValueError for a split without shards."""
+    """Write the last shards and return all shards. Raises ValueError if a split has none."""
     for writer in writers:
         writer.flush()
         if not writer.shards:

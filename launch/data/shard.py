@@ -1,19 +1,19 @@
-"""Token shards: the binary format of training data, memory-mapped and checked when it is opened.
+"""Token shard: a binary file of tokens, which is memory-mapped.
 
     offset  bytes          field (little-endian)
     0       8              magic "dlpshard"
     8       4              version, u32
     12      4              dtype of a token, "<u2" or "<u4", zero-padded
-    16      8              vocabulary: every token is smaller, u64
-    24      8              tokens, u64
-    32      8              documents, u64
+    16      8              size of the vocabulary, u64; every token is smaller
+    24      8              number of tokens, u64
+    32      8              number of documents, u64
     40      32             SHA-256 of everything after the header
-    72      8 x documents  first token of each document, int64, ascending from 0
+    72      8 x documents  index of the first token of each document, int64, ascending from 0
     ...     size x tokens  the tokens
 
-Opening a shard checks everything except the hash and the tokens, for which the whole file must be read: `verify` checks both,
-and every run calls it before the first step (`shard_check.py`). Checkpoints identify the data by the digest in the header.
-`.npy` files can be mapped as well, but hold no vocabulary, documents or hash.
+`open_shard` checks the header and the starts of documents. `verify` reads the complete file and checks the hash and the tokens;
+every run calls it before the first step (`shard_check.py`). Checkpoints identify the data by the hash in the header. The format
+`.npy` is not used, since it has no vocabulary, documents or hash.
 """
 
 import hashlib
@@ -40,9 +40,11 @@ Tokens = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 class Shard:
     """Open shard.
 
-    tokens  memory-mapped, unsigned [num_tokens]
-    starts  memory-mapped, int64 [num_documents]
-    remedy  instruction at the end of messages about a damaged shard
+    vocabulary  size of the vocabulary
+    digest      SHA-256 in the header, hexadecimal
+    starts      index of the first token of each document, int64 [num_documents], memory-mapped
+    tokens      tokens, uint16 or uint32 [num_tokens], memory-mapped
+    remedy      remedy in messages about a damaged shard
     """
 
     path: Path
@@ -54,7 +56,7 @@ class Shard:
 
 
 def write_shard(path: Path, documents: Sequence[Tokens], vocabulary: int) -> None:
-    """Write one shard of documents, each with at least one token. Raises ValueError for a token outside `vocabulary`."""
+    """Write documents, each with at least one token, as one shard. Raises ValueError for a token >= `vocabulary`."""
     lengths = [len(document) for document in documents]
     assert lengths and min(lengths) > 0, "a shard holds documents of at least one token"
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype("<i8")
@@ -73,7 +75,7 @@ def write_shard(path: Path, documents: Sequence[Tokens], vocabulary: int) -> Non
 
 
 def open_shard(path: Path, remedy: str = REMEDY) -> Shard:
-    """Map a shard after checking the header against the file. Raises ValueError that names the file."""
+    """Map a shard into memory. Raises ValueError if the header is invalid or does not fit the size of the file."""
     found = path.stat().st_size
     if found < HEADER.size:
         raise ValueError(
@@ -103,7 +105,7 @@ def open_shard(path: Path, remedy: str = REMEDY) -> Shard:
 
 
 def verify(shard: Shard) -> None:
-    """Read the complete shard. Raises ValueError if the content differs from the digest, or a token is outside the
+    """Read the complete shard. Raises ValueError if the content does not match the hash, or if a token is outside of the
     vocabulary."""
     digest = hashlib.sha256(shard.starts.data)
     digest.update(shard.tokens.data)
@@ -116,7 +118,7 @@ def verify(shard: Shard) -> None:
 
 
 def _check_tokens(path: Path, tokens: np.ndarray[Any, Any], vocabulary: int) -> None:
-    """Raise ValueError for the first token outside the vocabulary."""
+    """Raise ValueError if a token is outside of the vocabulary; the message names the first such token."""
     if tokens.min() < 0 or tokens.max() >= vocabulary:
         position = int(np.argmax((tokens < 0) | (tokens >= vocabulary)))
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Check of complete shards before the first step: the hash of each shard, and that every token is in the vocabulary.
+"""Check all shards before the first step: the hash of each shard, and that every token is in the vocabulary.
 
-Ranks of one host see the same files and divide the shards; each host checks its own files, which may differ.
+The ranks of a host divide the shards. Every host checks all shards, since hosts may have different files.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from launch.data.shard import Shard, verify
 
 
 def check_data(shards: Sequence[Shard]) -> str:
-    """Check the shards on all ranks together, and return a sentence with size and duration. Raises ValueError on all ranks
-    for the first damaged shard, and for ranks that read other data than rank 0."""
+    """Check the shards, and return a log line with size and duration. Collective. Raises ValueError on all ranks if a shard is
+    damaged, or if a rank has other data than rank 0."""
     began = time.perf_counter()
     rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     mine = (",".join(shard.digest for shard in shards), _damage(shards[rank::ranks]))

@@ -1,9 +1,9 @@
-"""index.json of a folder of shards: the tokenizer, and the hash of each shard, so that missing and foreign shards are found.
+"""index.json of a folder of shards: the tokenizer and the hash of each shard, to detect missing and additional shards.
 
     {"format": "dlp data 1", "tokenizer": {"name", "digest", "vocabulary", "separator"},
      "shards": {"train-00000.shard": {"tokens", "documents", "sha256"}, ...}}
 
-A folder of shards that were written by `write_shard` needs no index.
+The index is optional: a folder with only `.shard` files from `write_shard` can be read as well.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ def entry_of(shard: Shard) -> dict[str, Any]:
 
 
 def write_index(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -> None:
-    """Write the index of a folder."""
+    """Write index.json for the shards in `folder`."""
     said = {key: getattr(tokenizer, key) for key in ("name", "digest", "vocabulary", "separator")}
     entries = {shard.path.name: entry_of(shard) for shard in shards}
     (folder / INDEX).write_text(json.dumps({"format": FORMAT, "tokenizer": said, "shards": entries}, indent=1) + "\n")
 
 
 def read_index(folder: Path, remedy: str) -> dict[str, Any] | None:
-    """Return the index of a folder; None without index.json. Raises ValueError for a file that is not an index."""
+    """Return the content of index.json; None if the file does not exist. Raises ValueError if it is not an index; `remedy` ends
+    the message."""
     path = folder / INDEX
     if not path.is_file():
         return None
@@ -47,7 +48,7 @@ def read_index(folder: Path, remedy: str) -> dict[str, Any] | None:
 
 
 def check_against(index: dict[str, Any], folder: Path, shards: Sequence[Shard], remedy: str) -> None:
-    """Raise ValueError if the shards of a folder differ from the index."""
+    """Raise ValueError if a shard is missing, not listed in the index, or differs from its entry; `remedy` ends the message."""
     there, listed = {shard.path.name: shard for shard in shards}, index["shards"]
     for name in sorted(there.keys() ^ listed.keys()):
         wrong = f"is missing, but listed in {INDEX}" if name in listed else f"is not listed in {INDEX}"

@@ -1,12 +1,11 @@
-"""Data of a run: prepared folders, and the embedded `builtin:stdlib`.
+"""Open the data of a run, `[data] path`: prepared folders, or the embedded `builtin:stdlib`.
 
-A document is a text file or a row. The tokens of a document are its bytes (0 to 255) and a separator (256), so no tokenizer has
-to be downloaded; or the tokens of a tokenizer.json. A prepared folder holds `train-00000.shard, ...`,
-`validation-00000.shard, ...` and `index.json`.
+A prepared folder holds `train-00000.shard, ...`, `validation-00000.shard, ...` and `index.json`. Its tokens are from a
+tokenizer.json, or are bytes (0 to 255) with a separator (256) after each document, for which no tokenizer has to be downloaded.
 
-`builtin:stdlib` is the standard library of the running Python, without tests: about 12 MB of text on every machine, 24 MB as
-tokens of two bytes. The shards are stored in the cache folder of the user under the hash of the sources; several ranks may
-create them at the same time.
+`builtin:stdlib` is the standard library of the running Python as bytes, without tests: about 12 MB of text, 24 MB as tokens of
+two bytes. Its shards are stored in the cache folder of the user, under a hash of the source files; several ranks may create
+them at the same time.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from launch.data.shard_index import check_against, read_index
 
 STDLIB = "builtin:stdlib"
 NOT_STDLIB = frozenset("site-packages dist-packages test tests idle_test lib2to3 ensurepip __pycache__".split())
-# version of encoding, split and index: to be raised when these change, so that older cached shards are not used
+# Version of encoding, split and index. Increase it when these change, so that cached shards of older versions are not used.
 SPLIT_VERSION = 2
 
 
@@ -31,8 +30,8 @@ SPLIT_VERSION = 2
 class Data:
     """Open shards of both splits; shards of one folder are adjacent.
 
-    tokenizer  SHA-256 of the tokenizer file; "" for bytes, None if unknown
-    weights    weights of the folders, if there are several
+    tokenizer  SHA-256 of the tokenizer file; "": bytes; None: unknown
+    weights    weight of each folder; empty for a single source
     """
 
     train: tuple[Shard, ...]
@@ -42,8 +41,11 @@ class Data:
 
 
 def open_sources(given: str | Sequence[Mapping[str, Any]], vocabulary: int, validation: float = 0.05) -> Data:
-    """Open the source or the weighted sources of `[data] path`. Raises ValueError for a source that cannot be used, for
-    equal sources, and for different tokenizers."""
+    """Open the source or the weighted sources of `[data] path`. Raises ValueError for an invalid source, for two equal sources,
+    or for sources with different tokenizers.
+
+    vocabulary: `[model] vocab`; validation: share of files of builtin:stdlib for validation.
+    """
     if isinstance(given, str):
         return open_data(given, vocabulary, validation)
     opened = [open_data(each["path"], vocabulary, validation) for each in given]
@@ -62,25 +64,22 @@ def open_sources(given: str | Sequence[Mapping[str, Any]], vocabulary: int, vali
 
 
 def described(given: str | Sequence[Mapping[str, Any]]) -> str:
-    """Describe the sources of `[data] path` for a line of the log."""
+    """Return `[data] path` as text for messages."""
     if isinstance(given, str):
         return given
     return " and ".join(f"{each['path']} (weight {each['weight']:g})" for each in given)
 
 
 def _short(tokenizer: str | None) -> str:
-    """Name a tokenizer by its digest."""
+    """Describe a tokenizer by its hash; `tokenizer` as in `Data`."""
     if tokenizer is None:
         return "an unknown tokenizer (no index.json)"
     return f"the tokenizer {tokenizer[:12]}" if tokenizer else "bytes"
 
 
 def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:
-    """Open "builtin:stdlib" or a prepared folder, for a model of `vocabulary` symbols.
-
-    `validation`: share of files of builtin:stdlib that is held out. Raises ValueError for a damaged or missing shard, and for a
-    vocabulary larger than the vocabulary of the model.
-    """
+    """Open "builtin:stdlib" or a prepared folder. Arguments as in `open_sources`. Raises ValueError for a damaged or missing
+    shard, or if the vocabulary of a shard is larger than `vocabulary`."""
     folder, remedy, missing = Path(path), REMEDY, "create shards with python -m launch.data prepare"
     if path == STDLIB:
         folder = stdlib_shards(validation)
@@ -104,14 +103,14 @@ def open_data(path: str, vocabulary: int, validation: float = 0.05) -> Data:
 
 
 def stdlib_files() -> dict[str, Path]:
-    """Return the sources of the standard library by relative name, without tests and installed packages."""
+    """Return the Python files of the standard library by relative path, without tests and installed packages."""
     files = walk(Path(os.__file__).parent, NOT_STDLIB)
     return {name: path for name, path in files.items() if name.endswith(".py")}
 
 
 def stdlib_shards(validation: float) -> Path:
-    """Return the folder of shards of builtin:stdlib, created in the cache if missing ($XDG_CACHE_HOME/dlp or
-    ~/.cache/dlp). Raises ValueError if the cache cannot be written."""
+    """Return the folder with the shards of builtin:stdlib in $XDG_CACHE_HOME/dlp or ~/.cache/dlp; create it if it is missing.
+    Raises ValueError if the cache cannot be written."""
     files = stdlib_files()
     digest = hashlib.sha256(f"{VERSION} {SPLIT_VERSION} {validation} {len(files)}".encode())
     for name, path in files.items():

@@ -1,18 +1,19 @@
-"""Tokens of each step: a fixed list of windows that does not depend on the number of ranks.
+"""Tokens of each step, which depend only on the step and the settings, not on the number of ranks.
 
-The tokens of all shards are divided into windows of `sequence` inputs and their targets, the next tokens. Documents follow
-each other, and a target may be the separator or the first byte of the next document, so that the model learns where documents
-end and no position is wasted. Every epoch has a pseudo-random order of windows, and step t reads places t x global_batch to
-(t + 1) x global_batch of the infinite sequence of epochs:
+The tokens of each shard are divided into windows of `sequence` inputs; the targets of a window are the next tokens. Windows
+ignore the boundaries of documents: a target may be the separator or the first token of the next document. Every epoch reads all
+windows in a pseudo-random order. Step t reads places t x global_batch to (t + 1) x global_batch - 1 of the infinite sequence of
+epochs:
 
     place  = step x global_batch + micro x (micro_batch x world) + rank x micro_batch + row
     window = permuted(place mod windows), keyed by (seed, place div windows)
 
-Several sources take turns: of each 4096 places, every source has a number in proportion to its weight, in a pseudo-random
-order, and passes through its own windows epoch by epoch.
+With several sources, each period of 4096 places gives every source a number of places in proportion to its weight, in a
+pseudo-random order. Every source has epochs of its own.
 
-The position is therefore the step alone, and every mesh reads the same global batch. The permutation is computed place by place
-by a Feistel network: no array of the length of the data, and the same order with every version of numpy.
+The position in the data is therefore determined by the step, and every mesh reads the same global batch. A Feistel network
+computes the permutation of single places, so it needs no array of the length of the data, and does not depend on the version of
+numpy.
 """
 
 import hashlib
@@ -30,18 +31,18 @@ from launch.data.shard import Shard
 from launch.models.attention import Documents
 
 Indices = np.ndarray[Any, np.dtype[np.uint64]]
-SETTINGS = {  # keys of `state_dict` that determine the order of the data, with the setting of each
+SETTINGS = {  # key of `state_dict` -> setting that determines it, for messages
     "data": "[data] path", "weights": "[data] path", "sequence": "[train] sequence",
     "global_batch": "[train] global_batch", "seed": "[train] seed",
 }  # fmt: skip
-PERIOD = 4096  # period, in places, in which the number of places of each source is exactly its share
-ROUNDS = 4
+PERIOD = 4096  # number of places over which several sources are mixed in exact proportions
+ROUNDS = 4  # rounds of the Feistel network
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
 
 def _mix(values: Indices) -> Indices:
-    """Finalizer of splitmix64: every input bit affects every output bit."""
+    """Mix the bits of 64-bit numbers by the finalizer of splitmix64: every input bit affects every output bit."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
     return values ^ (values >> np.uint64(31))
@@ -50,8 +51,8 @@ def _mix(values: Indices) -> Indices:
 def permute(places: Indices, count: int, key: Sequence[int]) -> Indices:
     """Apply a pseudo-random permutation of range(count), selected by `key`, to `places` (uint64, each < count).
 
-    A Feistel network permutes the smallest 4^n >= count; a place outside the range is permuted again until it falls inside,
-    which takes fewer than four rounds on average and is again a permutation.
+    A Feistel network permutes range(4^n) for the smallest 4^n >= count. A result outside of range(count) is permuted again
+    until it is inside, which takes fewer than four times on average; the result is a permutation of range(count).
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)
@@ -71,7 +72,13 @@ def permute(places: Indices, count: int, key: Sequence[int]) -> Indices:
 
 @dataclass(frozen=True)
 class Source:
-    """Windows of one folder: their number, the number of the first window, and the number of places among `PERIOD`."""
+    """Windows of one folder.
+
+    folder    the folder
+    windows   number of windows
+    first     number of the first window among the windows of all folders
+    share     number of places of this folder in each `PERIOD`
+    """
 
     folder: Path
     windows: int
@@ -98,7 +105,11 @@ def shares(weights: Mapping[Path, float]) -> list[int]:
 
 @lru_cache(maxsize=4)
 def turns(shares: tuple[int, ...], key: tuple[int, int]) -> tuple[Indices, Indices]:
-    """Return, for each place of a period, the source and the number of earlier places of this source; uint64 [PERIOD]."""
+    """Return, for each place of a period, the number of its source, and the number of earlier places of the same source in the
+    period; uint64 [PERIOD] each.
+
+    shares: number of places of each source; key: selects the pseudo-random order.
+    """
     whose = np.repeat(np.arange(len(shares), dtype=np.uint64), shares)
     whose = whose[permute(np.arange(PERIOD, dtype=np.uint64), PERIOD, (*key, len(shares)))]
     before = np.empty_like(whose)
@@ -108,11 +119,11 @@ def turns(shares: tuple[int, ...], key: tuple[int, int]) -> tuple[Indices, Indic
 
 
 class TokenStream:
-    """Batches of windows by step. The object holds no position: the step of the caller is the position.
+    """Batches of windows by step. The object has no position: methods get the step as an argument.
 
-    `weights`: weights of the folders, if there are several. `split`: name in messages. `rank` and `world` below count
-    data-parallel ranks; ranks that differ only along tp read the same windows. Raises ValueError if a folder has no
-    complete window.
+    weights: weight of each folder; None or one entry: a single source. split: name of the split in messages. In the methods,
+    `rank` and `world` are index and number of data-parallel ranks; tp ranks read the same windows. Raises ValueError if a
+    folder has no complete window.
     """
 
     def __init__(
@@ -127,7 +138,7 @@ class TokenStream:
         self.sources = self._sources(weights or {}, split)
 
     def _sources(self, weights: Mapping[Path, float], split: str) -> list[Source]:
-        """Return one source for all shards, or one source for each folder."""
+        """Return one source per folder if there are several weights, else one source for all shards."""
         of_folder = {folder: [s.path.parent for s in self.shards].count(folder) for folder in weights}
         given = zip(of_folder.items(), shares(weights), strict=True) if len(weights) > 1 else []
         counts = [(folder, count, share) for (folder, count), share in given]
@@ -146,15 +157,14 @@ class TokenStream:
         return found
 
     def describe(self, steps: int) -> Iterator[str]:
-        """Yield a line for each source with the tokens that a run of `steps` steps reads from the source, if there are
-        several sources."""
+        """Yield a log line per source, if there are several: its share of the sequences, and its epochs in `steps` steps."""
         for source in self.sources if len(self.sources) > 1 else ():
             part = source.share / PERIOD
             epochs = part * steps * self.global_batch / source.windows
             yield f"data: {source.folder}: {part:.1%} of the sequences, {epochs:.2g} epochs in {steps} steps"
 
     def order(self, step: int) -> Indices:
-        """Return the windows of one step, uint64 [global_batch]."""
+        """Return the numbers of the windows of one step, uint64 [global_batch]."""
         places = np.arange(step * self.global_batch, (step + 1) * self.global_batch, dtype=np.uint64)
         numbers, drawn = self._drawn(places)
         windows = np.empty_like(places)
@@ -168,7 +178,7 @@ class TokenStream:
         return windows
 
     def _drawn(self, places: Indices) -> tuple[Any, Indices]:
-        """Return the source of each place, and the number of earlier places of this source."""
+        """Return the number of the source of each place, and the number of earlier places of the same source."""
         if len(self.sources) == 1:
             return np.zeros_like(places), places
         given = tuple(source.share for source in self.sources)
@@ -189,7 +199,7 @@ class TokenStream:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def documents(self, step: int, micro: int, rank: int, world: int) -> Documents:
-        """Return the documents of a microbatch of one rank, on the CPU."""
+        """Return the boundaries of documents in a microbatch of one rank, on the CPU."""
         begins = [self._begins(*self._window(window)) for window in self._chosen(step, micro, rank, world)]
         offsets = np.concatenate([row * self.sequence + each for row, each in enumerate(begins)])
         starts = np.append(offsets, self.micro_batch * self.sequence)
@@ -199,23 +209,24 @@ class TokenStream:
         )
 
     def _chosen(self, step: int, micro: int, rank: int, world: int) -> list[int]:
-        """Return the windows of a microbatch of one rank."""
+        """Return the numbers of the windows of a microbatch of one rank."""
         first = (micro * world + rank) * self.micro_batch
         assert 0 <= rank < world and first + self.micro_batch <= self.global_batch, "outside the global batch"
         return [int(window) for window in self.order(step)[first : first + self.micro_batch]]
 
     def _window(self, window: int) -> tuple[Shard, int]:
-        """Return the shard of a window and the first token of the window in the shard; a window lies within one shard."""
+        """Return the shard of a window, and the index of its first token in the shard. A window never spans two shards."""
         shard = int(np.searchsorted(self._ends, window, side="right"))
         return self.shards[shard], (window - (int(self._ends[shard - 1]) if shard else 0)) * self.sequence
 
     def _begins(self, shard: Shard, first: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return where documents begin in the window from token `first`, relative to the window; the first entry is 0."""
+        """Return the positions at which documents begin in the window that starts at token `first` of a shard. The first entry
+        is always 0."""
         inside = slice(*np.searchsorted(shard.starts, (first + 1, first + self.sequence)))
         return np.concatenate([[0], shard.starts[inside] - first])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the order depends on, except the step."""
+        """Return the settings and hashes that determine the order of the data, except the step."""
         return {
             "data": self.digest,
             "sequence": self.sequence,
@@ -225,7 +236,7 @@ class TokenStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a saved run read the same windows in the same order. Raises ValueError that names the difference."""
+        """Check that `state`, from the `state_dict` of a saved run, gives the same order of data. Raises ValueError if not."""
         for key, now in self.state_dict().items():
             if state.get(key) != now:
                 before, now = (f"{each:.12}" if key == "data" else each for each in (state.get(key, ""), now))

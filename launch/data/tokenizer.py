@@ -1,8 +1,8 @@
-"""Tokenizers: bytes, or a tokenizer.json of a published model by the package tokenizers.
+"""Tokenizers: bytes, or a tokenizer.json that the package tokenizers reads.
 
-Every document ends with the separator: 256 for bytes, otherwise the token with which the tokenizer ends a text (`eos_token` in
-the tokenizer_config.json of the same folder), or the token of --separator. Tokens that the tokenizer adds to a text, such as a
-begin token, are kept.
+Every document ends with a separator token: 256 for bytes; otherwise the token of --separator, or `eos_token` in the
+tokenizer_config.json beside the tokenizer.json. Tokens that the tokenizer adds to a text, such as a begin-of-text token, are
+kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from launch.common.optional_packages import need
 from launch.data.shard import Tokens
 
 SEPARATOR = 256  # separator of bytes, after the 256 byte values
-MOST_UNKNOWN = 0.01  # maximum share of unknown tokens
+MOST_UNKNOWN = 0.01  # maximum share of unknown tokens in the prepared text
 
 Text = tuple[str, bytes]  # name of a document in messages, and its text in UTF-8
 
@@ -30,11 +30,13 @@ Text = tuple[str, bytes]  # name of a document in messages, and its text in UTF-
 class Tokenizer:
     """Tokenizer with its encode and decode functions.
 
-    name     name in messages
-    digest   SHA-256 of the file; "" for bytes
-    unknown  token for text that the tokenizer does not know; None without such a token
-    encode   documents -> tokens of each document, with the separator
-    decode   tokens -> text, without separators
+    name        name in messages: "bytes" or the path of the tokenizer.json
+    digest      SHA-256 of the tokenizer.json; "" for bytes
+    vocabulary  number of tokens
+    separator   token that ends a document
+    encode      function that returns the tokens of each document, with the separator
+    decode      function that converts tokens to text, without separators
+    unknown     token for text that the tokenizer cannot encode; None: no such token
     """
 
     name: str
@@ -52,7 +54,7 @@ def encode_bytes(text: bytes) -> Tokens:
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """Decode tokens as UTF-8; invalid bytes, such as a text that ends inside a character, are replaced."""
+    """Decode byte tokens as UTF-8, without separators; invalid bytes, such as an incomplete last character, are replaced."""
     return bytes(token for token in tokens if token < SEPARATOR).decode(errors="replace")
 
 
@@ -60,14 +62,14 @@ BYTES = Tokenizer("bytes", "", 257, SEPARATOR, lambda texts: [encode_bytes(text)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `open_tokenizer` to a parser."""
+    """Add the options --tokenizer and --separator, the arguments of `open_tokenizer`, to a parser."""
     parser.add_argument("--tokenizer", default=BYTES.name, help=f"bytes, or a tokenizer.json [{BYTES.name}]")
     parser.add_argument("--separator", help="token that ends a document [eos_token of tokenizer_config.json]")
 
 
 def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
-    """Open "bytes" or a tokenizer.json. Raises ValueError for a file that is not a tokenizer, and if no token ends a
-    document."""
+    """Open the tokenizer "bytes" or a tokenizer.json. `separator`: token that ends a document; None: see the module docstring.
+    Raises ValueError if the file is not a tokenizer, or if there is no separator."""
     if name == BYTES.name:
         if separator is not None:
             raise ValueError("--separator: bytes are separated by 256; leave it out")
@@ -111,7 +113,8 @@ def _decoded(name: str, text: bytes) -> str:
 
 
 def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str:
-    """Return the token that ends a document."""
+    """Return the token that ends a document, as text: `asked`, or eos_token of tokenizer_config.json. Raises ValueError if
+    there is none, or if the vocabulary lacks it."""
     beside = path.with_name("tokenizer_config.json")
     if asked is None and beside.is_file():
         try:
@@ -136,13 +139,13 @@ def _separator(path: Path, vocabulary: dict[str, int], asked: str | None) -> str
 
 
 class KnownTokens:
-    """Check that a tokenizer fits the text: an unsuitable tokenizer maps much of the text to the unknown token."""
+    """Check that a tokenizer fits the text: at most `MOST_UNKNOWN` of the tokens may be the unknown token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._unknown, self._all = tokenizer, 0, 0
 
     def check(self, name: str, tokens: Tokens) -> None:
-        """Check the next document. Raises ValueError if too many of all tokens so far are unknown."""
+        """Count the tokens of the next document. Raises ValueError if too many of all tokens so far are unknown."""
         if self._tokenizer.unknown is None:
             return
         self._all += len(tokens)

@@ -1,8 +1,9 @@
-"""Estimates of a run from its config alone, without ranks: memory of each rank, and seconds of a step.
+"""Estimates of memory per rank and seconds per step, computed from a config without starting ranks. A board is a kind of GPU.
 
-memory        bytes of a rank at four moments of a step; memory_check: whether a run fits a named board
-rates         speeds of one board, which `python -m launch.measure` measures and `tables` holds
-step_work     operations of a step: GEMMs, casts, attention, transfers, each with seconds and a stream
-timeline      schedule of the operations on streams: a compute stream, and a stream for each link
+memory        bytes of a rank at four moments of a step; memory_check: whether a run fits into the memory of a board
+rates         measured speeds of a board, from a file in `tables` that `python -m launch.measure` writes
+step_work     operations of a step (GEMMs, casts, attention, transfers), each with seconds and stream
+timeline      schedule of the operations on a compute stream and one stream per link
 step_time     seconds per step, tokens per second, shares of device time, largest costs
+few_blocks    memory and time of a model, extrapolated from a few of its blocks
 """

@@ -1,4 +1,5 @@
-"""Memory and time of a model from plans of a few of its blocks: both are linear in the number of equal blocks."""
+"""Memory and time of a model, extrapolated from plans with a few of its blocks: both are linear in the number of equal
+blocks."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from launch.estimate.memory import MOMENTS, Memory
 from launch.estimate.memory_check import Planned, planned
 from launch.estimate.step_time import HOST, forecast, waits_for_host
 
-FEW = 3  # number of blocks: a first, a middle and a last block, which layer groups may treat differently
+FEW = 3  # number of planned blocks: the first, a middle and the last block, which layer groups may treat differently
 
 
 def with_blocks(config: Config, layers: int) -> Config:
-    """The config with another number of blocks."""
+    """Return the config with `layers` blocks."""
     return replace(config, model=replace(config.family, layers=layers))
 
 
 class Extended:
-    """A config planned with few blocks, whose memory and time are extended to all blocks."""
+    """Predictions for a config on `world` GPUs of one board, extrapolated from plans with `FEW` and `FEW` + 1 blocks."""
 
     def __init__(self, config: Config, world: int, board: str) -> None:
         self.config, self.world, self.board = config, world, board
@@ -34,10 +35,10 @@ class Extended:
         return values[0] + self.more * (values[-1] - values[0])
 
     def peak(self) -> float:
-        """Bytes of tensors per GPU.
+        """Return the peak bytes of tensors per GPU.
 
         Raises:
-            Unpredictable: A format or a strategy of a user does not state sizes.
+            Unpredictable: A user-defined format or strategy does not state sizes.
         """
         held = [each.memory for each in self.found]
         for each in held:
@@ -48,7 +49,7 @@ class Extended:
         return max(self._all_blocks(each) for each in totals)
 
     def seconds(self) -> tuple[float, dict[str, float]]:
-        """Seconds per step, and seconds by kind of device time."""
+        """Return the seconds per step, and the seconds by kind of device time."""
         both = [
             forecast(config, self.world, self.board, found)
             for config, found in zip(self.configs, self.found, strict=True)

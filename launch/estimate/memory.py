@@ -1,16 +1,16 @@
-"""Memory of a rank during a step, computed from a config: `--plan` prints the table, `--device` rejects a config that
-cannot fit.
+"""Memory of a rank during a step, computed from a config. `--plan` prints the table; with `--device BOARD` a config that does
+not fit is rejected.
 
-    static      parameters, cached operands of the step boundary, optimizer, accumulated gradients, workspaces, symmetric
-                memory, and, with a CUDA graph of the step, the memory of a validation and of a step with a sentinel
-    temporary   saved activations, gathered weights, and the working memory of a moment
+    static      parameters, weights cast at the step boundary, optimizer states, workspaces, mapped memory, and, if steps are
+                replayed as a CUDA graph, the memory of an eager validation and of an eager step with the sentinel
+    temporary   gradients, saved activations, gathered weights, and working memory
 
 The peak of a step is at one of four moments:
 
-    loss        all activations are saved, logits and their gradient exist
-    last block  backward begins: its first block works while all other activations are saved
-    first block backward ends: hardly any activations, all gradients
-    update      the optimizer steps, the step boundary casts
+    loss         all activations are saved, and logits and their gradient exist
+    last block   backward of the last block, while the activations of all other blocks are saved
+    first block  backward of the first block: few activations, all gradients
+    update       optimizer step and step boundary
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ ROWS = (
     "symmetric memory", "validation", "sentinel", "workspaces",
 )  # fmt: skip
 
-OF_STEP = ("gradients", "saved activations", "gathered", "at work")  # memory that a step takes and gives back
+OF_STEP = ("gradients", "saved activations", "gathered", "at work")  # rows of memory that a step allocates and frees
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by row and moment."""
+    """Bytes of one rank: `rows[row][moment]`, with rows of `ROWS` and moments of `MOMENTS`."""
 
     rows: dict[str, dict[str, float]]
 
@@ -65,7 +65,7 @@ class Memory:
         return sum(row[moment] for row in self.rows.values())
 
     def describe(self) -> list[str]:
-        """Format as a table without rows that are zero."""
+        """Return the lines of the plan: the peak, and a table without rows that are zero."""
         cells = [
             (name, *(said_bytes(row[moment]) for moment in MOMENTS)) for name, row in self.rows.items() if any(row.values())
         ]  # fmt: skip
@@ -76,14 +76,14 @@ class Memory:
 
 
 def memory(config: Config, plan: Plan, load: Workload, waits: Accumulation) -> Memory:
-    """Memory of a step of this config, given its `plan`, `load` (sizes of a step) and `waits` (accumulation). Raises
-    Unpredictable."""
+    """Return the memory of a rank in a step. `load`: sizes of a step; `waits`: decision about gradient accumulation. Raises
+    Unpredictable if a user-defined format or strategy does not state sizes."""
     with predicting("a step in memory"):
         return _Estimate(config, plan, load, waits).memory()
 
 
 def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
-    """Map each block to the first block that has equal rows."""
+    """Map the name of each block to the name of the first block whose layers have equal rows in the plan."""
     said: dict[str, list[Any]] = {block: [] for block in blocks}
     for row in plan.layers:
         block = block_of(row.name, said)
@@ -102,13 +102,13 @@ def kinds_of_blocks(plan: Plan, blocks: Sequence[str]) -> dict[str, str]:
 
 
 def _renamed(row: LayerPlan, block: str, to: str) -> LayerPlan:
-    """The row of a layer, renamed for another block."""
+    """Return the row of a layer of `block`, renamed as the same layer of the block `to`."""
     name, *siblings = (each.replace(f"{block}.", f"{to}.", 1) for each in (row.name, *row.siblings))
     return replace(row, name=name, siblings=tuple(siblings))
 
 
 class _Estimate:
-    """Terms of the sum in `memory`."""
+    """Computation of the rows of `Memory`, one method per row."""
 
     def __init__(self, config: Config, plan: Plan, load: Workload, waits: Accumulation) -> None:
         self.config, self.plan, self.load, self.waits = config, plan, load, waits
@@ -142,7 +142,9 @@ class _Estimate:
         rows["gathered"] |= self._gathered()
         rows["at work"] |= self._work()
         if self.config.train.sentinel and replays_steps(self.config, self.plan.device_type):
-            of_step = [rows[name] for name in OF_STEP]  # an eager step next to the reserved memory of the graph
+            of_step = [
+                rows[name] for name in OF_STEP
+            ]  # an eager step cannot use the memory that the graph has reserved
             stays("sentinel", max(sum(row[moment] for row in of_step) for moment in MOMENTS))
         return Memory(rows)
 
@@ -154,13 +156,13 @@ class _Estimate:
         return sum(of(p) for p in (self.plan.weights if within is None else self.units[within]))
 
     def _kept_here(self, parameter: ParameterPlan) -> int:
-        """Elements of a parameter on this rank, including the zeros that FSDP appends."""
+        """Return the number of elements of a parameter on this rank, including padding by FSDP."""
         return prod(self.load.shard(parameter.shape, padded=True)) if self.fsdp else prod(parameter.shape)
 
     # Static memory
 
     def _operands(self) -> float:
-        """Copies in the dtype of activations from which the step boundary casts, and the casts."""
+        """Return the bytes of the weights that the step boundary casts: copies in the dtype of activations, and the casts."""
         total = 0.0
         for row, parameter in self.linears.values():
             total += self._shard_casts(row, parameter) if self._cut(parameter) else self._whole_casts(row, parameter)
@@ -183,7 +185,7 @@ class _Estimate:
             if not quantizer.format.keeps_source
         ]
         if self.fsdp and not made:
-            return 0.0  # FSDP itself casts weights that stay in high precision
+            return 0.0  # weights in high precision are cast by FSDP
         return copy + sum(made)
 
     def _shard_casts(self, row: LayerPlan, parameter: ParameterPlan) -> float:
@@ -198,11 +200,11 @@ class _Estimate:
         return copy + sum(made)
 
     def _symmetric(self) -> float:
-        """Upper bound of the slots that tp ranks map (`dlp.comm.mapped`).
+        """Return an upper bound of the bytes of mapped memory for transfers over tp (`dlp.comm.mapped`).
 
-        For each row of the table of styles and each size there is one slot per transfer of a pass (at most two), one slot
-        of the smallest size for each further piece of a gather that is read in pieces, and one slot for amax agreements. Each
-        slot is mapped in multiples of the granularity."""
+        Buffers exist for each style and size of a transfer: one per transfer of a pass (at most two). For each strategy with
+        several pieces there is a buffer of the smallest size per further piece, and one buffer serves amax agreements. Sizes
+        are rounded up to the granularity of mapped memory."""
         ranks = self.load.ranks(TP)
         if ranks == 1 or transport_name(self.config.mesh.transport, self.load.dims, self.plan.device_type) != MAPPED:
             return 0.0
@@ -217,8 +219,8 @@ class _Estimate:
         return float(2 * sum(mapped_bytes(size) for _, size in sizes) + others)
 
     def _sent_widths(self, recipe: Recipe) -> set[float]:
-        """Possible bytes per element of a transfer: dtype of activations, dtype of results, and quantized with as few
-        as four bits."""
+        """Return the possible numbers of bytes per element of a transfer over tp: the dtypes of activations and results, and 8
+        and 4 bits if transfers may be quantized."""
         summed = recipe.fprop, recipe.dgrad
         widths = {float(self.wide), *(float(each.out_dtype.itemsize) for each in summed if each.out_dtype)}
         if not recipe.x.keeps_source or any(each.wire != "hp" for each in summed):
@@ -228,7 +230,8 @@ class _Estimate:
     # Temporary memory
 
     def _activations(self) -> dict[str, float]:
-        """Bytes of saved activations by block, and outside of blocks. Of blocks with equal rows only one is run."""
+        """Return the bytes of saved activations by block; the key `REST` is for modules outside of blocks. Blocks with equal
+        rows in the plan are computed once."""
         train, dtype = self.config.train, self.load.weight_dtype if self.fsdp else torch.float32
         architecture = self.config.architecture
         kind = kinds_of_blocks(self.plan, self.blocks) if architecture.equal_blocks else {b: b for b in self.blocks}
@@ -257,7 +260,7 @@ class _Estimate:
         return kept
 
     def _gradients(self) -> dict[str, float]:
-        """Gradients in fp32 for the optimizer, and accumulated gradients of earlier microbatches."""
+        """Return the bytes of fp32 gradients by moment, including accumulated gradients of earlier microbatches."""
         shards = self._sum(lambda p: 4 * self._kept_here(p))
         rest = self._sum(lambda p: 4 * self._kept_here(p), "")
         whole = self._sum(lambda p: 4 * prod(p.shape)) if self.waits.whole and self.waits.reductions == 1 else 0.0
@@ -268,8 +271,8 @@ class _Estimate:
         return {"last block": rest, "first block": shards, "update": shards}
 
     def _gathered(self) -> dict[str, float]:
-        """Gathered weights of FSDP's units: the root stays from forward to backward; one block is in use and the next
-        is prefetched."""
+        """Return the bytes of weights gathered by FSDP, by moment. The root unit stays gathered from forward to backward; of
+        the blocks one is in use and the next is prefetched, unless reshard_after_forward is false."""
         if not self.fsdp:
             return dict.fromkeys(MOMENTS, 0.0)
         root = self._sum(self._travels, "")
@@ -289,8 +292,8 @@ class _Estimate:
         return layout.format.nbytes(layout.of(shape), self.load.dtype)
 
     def _work(self) -> dict[str, float]:
-        """Working memory of a moment: logits and their gradient, a recomputed block and the temporaries of its backward,
-        gradients on their way to FSDP's reduction, the sum of an embedding's gradients."""
+        """Return the bytes of working memory by moment: logits and their gradient, activations of a recomputed block, temporary
+        tensors of its backward, gradients that FSDP is reducing, the gradient of the embedding."""
         unit = max(self._sum(lambda p: prod(p.shape), block) for block in self.blocks)
         head = max((prod(p.shape) for p in self.units[""]), default=0)
         made = self.load.weight_dtype.itemsize if self.fsdp else 4
@@ -306,20 +309,20 @@ class _Estimate:
         }
 
     def _validation(self) -> float:
-        """Memory of an eager validation next to the reserved memory of a CUDA graph: logits, and the widest activations
-        of a block."""
+        """Return the bytes of an eager validation, which cannot use the memory that a CUDA graph has reserved: logits, and the
+        widest activations of a block. 0 without a graph."""
         if not replays_steps(self.config, self.plan.device_type):
             return 0.0
         return self.found.logits + self._block_work() / 2
 
     def _block_work(self) -> float:
-        """Gradients of activations inside of an MLP's backward. Without linears in blocks, the largest dimension of a matrix
-        stands for the features of an MLP."""
+        """Return the bytes of activation gradients in the backward of an MLP: four tensors with the largest out_features of a
+        linear in the blocks; without such linears, with the largest dimension of a parameter."""
         of_linears = [max(p.shape[0], 1) for row, p in self.linears.values() if block_of(p.name, self.units)]
         widest = max(of_linears or [max(p.shape, default=1) for block in self.blocks for p in self.units[block]])
         return 4.0 * self.load.tokens * widest * self.wide
 
 
 def strategies(row: LayerPlan) -> set[str]:
-    """The overlap strategies of a layer."""
+    """Return the names of the overlap strategies of a layer."""
     return {row.overlap} if isinstance(row.overlap, str) else set(row.overlap.values())

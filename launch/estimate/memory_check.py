@@ -1,8 +1,8 @@
-"""Plan, traffic and memory of a config for a number of ranks and a device, without starting ranks; check that it fits a
-named board.
+"""Predict plan, traffic and memory of a config for a number of ranks and a device, without starting ranks, and check that the
+memory of a board suffices.
 
-A config that cannot fit is rejected, with the settings that would save most. Each setting is tried separately, on the
-plan.
+A config that does not fit is rejected with a message that names the settings that would save most memory. Each setting is tried
+separately, by the same prediction.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from launch.training import wire_bytes
 from launch.training.build import plan_for
 from launch.training.gradient_accumulation import Accumulation, accumulation
 
-HELP_MOST = 3
+HELP_MOST = 3  # number of settings that the message names
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Predictions for a run before it starts."""
+    """Predictions for a run.
+
+    plan     layer plan
+    dims     sizes of the mesh axes
+    load     sizes that determine the bytes of a step
+    waits    decision about gradient accumulation
+    memory   memory of a rank, or the reason why it cannot be predicted
+    """
 
     plan: Plan
     dims: ParallelDims
@@ -40,9 +47,10 @@ class Planned:
 
 
 def planned(config: Config, world: int, device: str, plan: Plan | None = None) -> Planned:
-    """Predict a run. `device`: a kind, or the name of a board. `plan`: plan of the config, if known.
+    """Predict a run on `world` ranks.
 
-    Raises ValueError if the config does not fit the number of ranks."""
+    device: a kind of device or a board (`launch.common.devices.NAMES`); plan: plan of the config, if already computed. Raises
+    ValueError if the config does not fit the number of ranks."""
     board = device if device in BOARDS else ""
     plan, dims = plan or plan_for(config, world, kind_of(device), board), parallel_dims(config, world)
     there = BOARDS[device].memory if device in BOARDS else None
@@ -57,7 +65,8 @@ def planned(config: Config, world: int, device: str, plan: Plan | None = None) -
 
 
 def check_fits(config: Config, world: int, device: str, found: Planned) -> None:
-    """Raise ConfigError if tensors need more memory than a named board has, or if the memory cannot be predicted."""
+    """Raise ConfigError if `device` is a board, and its memory does not suffice or the memory of the run cannot be
+    predicted."""
     if device not in BOARDS:
         return
     if isinstance(found.memory, Unpredictable):
@@ -69,8 +78,8 @@ def check_fits(config: Config, world: int, device: str, found: Planned) -> None:
 
 
 def exceeded(config: Config, world: int, device: str, found: Planned) -> str:
-    """Return a sentence with the settings that would save most if tensors need more memory than a named board has, else
-    ""."""
+    """Return a sentence with the settings that would save most memory if `device` is a board whose memory does not suffice;
+    otherwise ""."""
     board = BOARDS.get(device)
     if board is None or isinstance(found.memory, Unpredictable) or found.memory.peak <= board.usable:
         return ""
@@ -85,14 +94,15 @@ def exceeded(config: Config, world: int, device: str, found: Planned) -> str:
 
 
 def remedies(config: Config, world: int, device: str, plan: Plan) -> list[tuple[float, str]]:
-    """Settings that save most, each alone, as (bytes of the peak, setting as on a command line)."""
+    """Return the settings that save most memory, as (saved bytes of the peak, options of the command line); each is applied
+    alone."""
     before, found = _peak(config, world, device, plan), dict[str, tuple[float, str]]()
     for section, changes in _candidates(config):
         try:
             changed = replace(config, **{section: replace(getattr(config, section), **changes)})
             same = section == "train" and "micro_batch" not in changes
             saves = before - _peak(changed, world, device, plan if same else None)
-        except ValueError:  # heads that tp does not divide, or a batch that cannot be split
+        except ValueError:  # for example, tp does not divide the heads
             continue
         if saves > 0:
             said = " ".join(f"--{section}.{key} {value}" for key, value in changes.items())
@@ -108,7 +118,7 @@ def _peak(config: Config, world: int, device: str, plan: Plan | None) -> float:
 
 
 def _candidates(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Settings that can change without changing the model or the batch."""
+    """Yield (section, changed settings) for each change that may save memory and does not change model or global batch."""
     mesh, train = config.mesh, config.train
     yield from (("train", {"checkpointing": kind}) for kind in ("selective", "full") if kind != train.checkpointing)
     yield "train", {"micro_batch": 1}

@@ -1,7 +1,7 @@
-"""Speeds of one board: GEMMs by recipe and size, attention, memory, kernels' gaps and links.
+"""Measured speeds of a board: GEMMs by recipe and size, attention, memory, gaps between kernels, links.
 
-A file of `launch/estimate/tables` holds the speeds of one board. The times of GEMMs and of the link of tp come from the tables
-of overlap strategies (`dlp.parallel.auto`), which `python -m dlp.parallel.tune` measures.
+A file of `launch/estimate/tables`, written by `python -m launch.measure`, holds the speeds of one board. It names a table of
+`dlp.parallel.auto`, written by `python -m dlp.parallel.tune`, from which the speeds of GEMMs and of mapped memory are read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dlp.parallel.auto import Sizes
 from dlp.quant.recipe import Recipe
 
 TABLES = Path(__file__).parent / "tables"
-NEAREST = 3  # number of measured sizes between which a rate is interpolated
+NEAREST = 3  # number of measured sizes from which the rate of another size is interpolated
 
 
 class AttentionRate(NamedTuple):
-    """Floating-point operations per second of causal attention, forward and backward, at one sequence length."""
+    """FLOP/s of causal attention, forward and backward, for one sequence length and head_dim."""
 
     sequence: int
     head_dim: int
@@ -35,18 +35,21 @@ class AttentionRate(NamedTuple):
 class Rates:
     """Measured speeds of one board. Bytes count reads and writes.
 
-    board           a name of `launch.common.devices`
+    board           key of `launch.common.devices.BOARDS`
     memory          bytes per second of pointwise kernels and casts
     optimizer       bytes per second of the fused AdamW
     norm            bytes per second of the gradient norm
-    gap             seconds between the end of a kernel and the start of the next kernel of a CUDA graph
-    replay          seconds between two replays of a graph
-    host            seconds that the host needs per kernel of a step without a graph, Python included
-    host_collective the same per collective of NCCL between ranks of tp
-    host_spread     the time of the slowest measured host, as a multiple of these two
-    nccl            bytes per second that a rank sends by NCCL's ring inside a host, alone
-    nccl_slowdown   share of the speed of computation that is lost while NCCL's kernels run
-    link, meeting   bytes per second and seconds per transfer between ranks of tp that map each other's memory
+    gap             seconds between the end of a kernel in a CUDA graph and the start of the next
+    replay          seconds between two replays of a CUDA graph
+    host            seconds per kernel that the host needs to launch a step without a CUDA graph, including Python
+    host_collective seconds per NCCL collective over tp that the host needs in such a step
+    host_spread     time of the slowest measured host, as a multiple of `host` and `host_collective`
+    nccl            bytes per second that a rank sends in an NCCL collective within a host, without concurrent computation
+    nccl_slowdown   relative loss of speed of computation while NCCL kernels run
+    link, meeting   bytes per second, and seconds per transfer, over tp by mapped memory
+    attention       speeds of attention
+    gemms           (recipe, GEMM, (M, N, K) on a rank, FLOP/s) of each measured GEMM
+    about           device, date, torch version and command of the measurement
     """
 
     board: str
@@ -63,14 +66,19 @@ class Rates:
     link: float
     meeting: float
     attention: tuple[AttentionRate, ...]
-    gemms: tuple[tuple[str, str, Sizes, float], ...]  # recipe, GEMM, (M, N, K) of a rank, operations per second
+    gemms: tuple[tuple[str, str, Sizes, float], ...]
     about: Mapping[str, Any]
 
     def gemm_rate(self, recipe: Recipe, gemm: str, sizes: Sizes) -> float:
-        """Operations per second of a GEMM: the geometric mean of the nearest measured sizes, weighted by their distance.
+        """Return the FLOP/s of a GEMM, interpolated between the nearest measured sizes (`dlp.parallel.auto.gemm_rate`).
+
+        Args:
+            recipe: Recipe of the layer.
+            gemm: "fprop", "dgrad" or "wgrad".
+            sizes: (M, N, K) on a rank.
 
         Raises:
-            ValueError: No GEMM of this recipe was measured.
+            ValueError: The table has no GEMM of this recipe.
         """
         near = self._measured(str(recipe), gemm) or self._measured(recipe.name, gemm)
         if not near:
@@ -87,11 +95,11 @@ class Rates:
         return [(size, rate) for name, which, size, rate in self.gemms if (name, which) == (recipe, gemm)]
 
     def gemm(self, recipe: Recipe, gemm: str, sizes: Sizes) -> float:
-        """Seconds of a GEMM of (M, N, K)."""
+        """Return the seconds of a GEMM; arguments as in `gemm_rate`."""
         return 2.0 * prod(sizes) / self.gemm_rate(recipe, gemm, sizes)
 
     def attention_rate(self, sequence: int, head_dim: int) -> AttentionRate:
-        """The rates at the nearest measured sequence length and head_dim."""
+        """Return the measured rates for the nearest sequence length and head_dim."""
         return min(
             self.attention,
             key=lambda rate: abs(log(rate.head_dim / head_dim)) * 4 + abs(log(rate.sequence / sequence)),
@@ -99,19 +107,19 @@ class Rates:
 
 
 def boards() -> list[str]:
-    """The boards that have a table."""
+    """Return the boards that have a table in `TABLES`."""
     return sorted(path.stem for path in TABLES.glob("*.json"))
 
 
 @cache
 def rates_of(board: str) -> Rates:
-    """The rates of a board in a run.
+    """Read the rates of a board under a steady load.
 
-    Tables hold the speeds of GEMMs and attention in short bursts. `sustained` of a table is the share that remains under a
-    steady load, when a GPU lowers its clocks at the power limit.
+    Tables hold the speeds of GEMMs and attention in short bursts. These are multiplied by `sustained` of the table, the share
+    that remains when the GPU lowers its clocks at the power limit.
 
     Raises:
-        ValueError: dlp ships no table of this board.
+        ValueError: There is no table of this board.
     """
     path = TABLES / f"{board}.json"
     if not path.exists():

@@ -1,9 +1,9 @@
-"""Bytes that the forward of a model saves for backward, by block, and the size of the logits.
+"""Compute the bytes that the forward of a model saves for backward, by block, and the bytes of the logits.
 
-The model runs on meta tensors with a rank's share of heads, features and tokens. An opaque operation of a real run is replaced
-by a stand-in that saves the same tensors: a linear saves the tensors of its `LinearPlan`, attention its inputs, output and
-log-sum-exp, a norm its input and rstd. The count covers all tensors that autograd saves, each storage once. torch.compile saves
-the inputs and outputs of opaque operations of a block, and recomputes the pointwise operations.
+The model runs on meta tensors with the heads, features and tokens of one rank. Linears, embeddings, attention and norms are
+replaced by stand-ins that save the same tensors as in a real run: a linear saves the tensors of its `LinearPlan`, attention its
+inputs, output and log-sum-exp, a norm its input and rstd. All tensors that autograd saves are counted, each storage once. With
+torch.compile only the inputs and outputs of linears, attention and norms are counted: pointwise operations are recomputed.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from dlp.parallel.linear.plan import LinearPlan, Result, linear_plan
 from dlp.parallel.model.rows import LayerPlan, OtherPlan
 from dlp.parallel.style import shard_sizes
 
-REST = ""  # tensors that are saved outside of blocks
+REST = ""  # key of tensors that are saved outside of blocks
 
 
 @dataclass
 class Saved:
-    """Bytes by name of the block that saves them, REST outside of blocks; also the bytes with torch.compile, and the bytes of
-    the outputs of linears and attention only.
+    """Saved bytes by name of the block, or `REST`.
 
-    inputs     bytes of each block's input
-    logits     bytes of the model's output
+    eager      without torch.compile
+    compiled   with torch.compile
+    points     tensors that selective recomputation saves: results of linears and attention, operands of wgrad
+    inputs     input of the block
+    logits     bytes of the output of the model
     """
 
     eager: dict[str, int] = field(default_factory=dict)
@@ -42,7 +44,7 @@ class Saved:
 
 
 class _Count:
-    """Storages seen so far, with the block and the operation that saved them."""
+    """Counter of saved tensors; each storage is counted once. `block`: block whose forward runs, or `REST`; `saved`: result."""
 
     def __init__(self) -> None:
         self.block, self.saved = REST, Saved()
@@ -51,11 +53,11 @@ class _Count:
         self._alive: list[Any] = []
 
     def opaque(self, *tensors: Tensor) -> None:
-        """Count tensors that an opaque operation saves for backward or returns."""
+        """Mark tensors that are saved with torch.compile as well, if autograd saves them: inputs and results of stand-ins."""
         self._opaque.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def point(self, *tensors: Tensor) -> None:
-        """Count tensors that are created at a boundary of selective recomputation."""
+        """Count tensors that selective recomputation saves."""
         for tensor in tensors:
             self._add("points", tensor)
 
@@ -70,13 +72,14 @@ class _Count:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen[kind]:
             self._seen[kind].add(storage._cdata)
-            self._alive.append(storage)  # keeps the storage alive, because freed memory could be counted twice
+            self._alive.append(storage)  # if the storage were freed, a new storage could get the same address
             found = getattr(self.saved, kind)
             found[self.block] = found.get(self.block, 0) + storage.nbytes()
 
 
 class _Keep(torch.autograd.Function):
-    """`apply(count, make, *inputs)` returns the first result of `make(*inputs)` and saves the second."""
+    """Autograd function for stand-ins: `apply(count, make, *inputs)` returns the first result of `make(*inputs)`, and saves the
+    tensors of the second result for backward."""
 
     @staticmethod
     def forward(
@@ -89,7 +92,8 @@ class _Keep(torch.autograd.Function):
 
 
 class _Linear(nn.Module):
-    """Stand-in for a linear that conversion would make. `shared`: tensors that siblings save of the common x."""
+    """Stand-in for a converted linear. `shared`: dict of the linears that are siblings, with their common x and the tensors
+    that are saved for it once."""
 
     def __init__(self, row: LayerPlan, tp: int, count: _Count, shared: dict[str, Any]) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class _Linear(nn.Module):
 
 
 class _Embedding(nn.Module):
-    """Stand-in for an embedding, vocab-parallel or not; of tokens, or of positions with further arguments."""
+    """Stand-in for an embedding, sharded over tp or not. Embeddings of positions may have further arguments."""
 
     def __init__(self, row: OtherPlan, hidden: int, dtype: torch.dtype, tp: int, count: _Count) -> None:
         super().__init__()
@@ -131,7 +135,7 @@ class _Embedding(nn.Module):
 
 
 class _Kernels(TorchFunctionMode):
-    """Count attention and norms as GPU kernels save them."""
+    """Mode that replaces attention and RMSNorm by stand-ins, which save the same tensors as the GPU kernels."""
 
     def __init__(self, count: _Count) -> None:
         super().__init__()
@@ -160,13 +164,14 @@ def saved_by(
     model: nn.Module, blocks: Sequence[str], rows: Sequence[LayerPlan | OtherPlan], tp: int, batch: tuple[int, int],
     weight_dtype: torch.dtype, forward: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
 ) -> Saved:  # fmt: skip
-    """Saved bytes of one microbatch of `batch` = (B, S) tokens.
+    """Return the bytes that a forward of one microbatch saves for backward.
 
-    model          on the meta device, with the heads, features and vocabulary rows of one tp rank; the model is
-                   modified
-    blocks         names of modules
-    rows           rows of a plan, by the model's names
-    weight_dtype   dtype of the embedding
+    model          model on the meta device, with the heads, features and vocabulary of one tp rank; the model is modified
+    blocks         names of the blocks in `model`
+    rows           rows of the plan for modules of `model`
+    tp             number of tp ranks
+    batch          (number of sequences, tokens per sequence) of the microbatch
+    weight_dtype   dtype of the results of embeddings
     forward        function of model and tokens that returns logits"""
     count, shared = _Count(), dict[tuple[str, ...], dict[str, Any]]()
     for row in rows:
@@ -178,7 +183,7 @@ def saved_by(
             model.set_submodule(row.name, _Embedding(row, module.embedding_dim, weight_dtype, tp, count))
     for name in blocks:
         _follow(model.get_submodule(name), name, count)
-    # Models of transformers read meta tensors that are not fake tensors
+    # allow_non_fake_inputs: parameters of the model are meta tensors, not fake tensors
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.autograd.graph.saved_tensors_hooks(count.pack, lambda tensor: tensor), _Kernels(count), fake:
         logits = forward(model, torch.zeros(batch, dtype=torch.int64, device="meta"))
@@ -187,7 +192,7 @@ def saved_by(
 
 
 def _follow(block: nn.Module, name: str, count: _Count) -> None:
-    """Count tensors saved inside of this module for the block."""
+    """Install hooks by which `count` attributes tensors that are saved in the forward of `block` to `name`."""
 
     def enter(module: nn.Module, args: Any) -> None:
         count.block, count.saved.inputs[name] = name, args[0].untyped_storage().nbytes()

@@ -1,4 +1,4 @@
-"""Forecast of a step: seconds, tokens per second, shares of device time, largest costs."""
+"""Predict the time of a training step: seconds, tokens per second, shares of device time, largest costs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from launch.report.metrics import peak_of
 from launch.training.cuda_graph import replays_steps
 
 LARGEST = 3  # number of costs that are listed with a remedy
-REPLAYS = "between replays"
-HOST = "host launches"
+REPLAYS = "between replays"  # kind of device time: gaps between two replays of a CUDA graph
+HOST = "host launches"  # kind of device time: the device waits for launches by the host
+# Kind of device time -> settings that reduce it
 REMEDIES = {
     "GEMMs, bf16": "an FP8 recipe for the layers that run in bf16 (--recipe fp8_current, layer groups)",
     ATTENTION: "attention costs in proportion to the sequence length: --train.sequence",
@@ -38,18 +39,19 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predicted step of one rank.
+    """Predicted step of one rank.
 
-    seconds             per optimizer step
-    tokens              per step, of all ranks
+    seconds             seconds per optimizer step
+    tokens              tokens per step over all ranks
     world               number of ranks
-    mfu                 share of the board's dense bf16 peak, counted in model FLOPs
-    shares              seconds per step by kind of device time
-    transfers           seconds per step in which each link is busy
-    host                seconds per step that the host needs to launch every kernel; 0 where a CUDA graph replays
+    mfu                 model FLOP/s of a rank divided by the dense bf16 peak of the board
+    shares              seconds per step by kind of device time; the sum is `seconds`
+    transfers           seconds per step in which a link is busy, by link
+    host                seconds per step that the host needs to launch all kernels; 0 if steps are replayed as a CUDA graph
     slowest             seconds per step with the slowest measured host
-    microbatch          schedule of the step's last microbatch
-    board, measured     the board and the origin of its rates
+    microbatch          schedule of the last microbatch of the step
+    board               kind of GPU
+    measured            device, date and torch version of the measured rates
     """
 
     seconds: float
@@ -69,11 +71,11 @@ class Forecast:
         return self.tokens / self.seconds
 
     def costs(self) -> list[tuple[str, float]]:
-        """The largest kinds of device time, largest first."""
+        """Return (kind, seconds) of each kind of device time, largest first."""
         return sorted(self.shares.items(), key=lambda item: -item[1])
 
     def describe(self) -> list[str]:
-        """Lines for the plan: the step, a table of shares, the largest costs with a remedy for each."""
+        """Return the lines of the plan: seconds of a step, a table of shares, the largest costs with a remedy for each."""
         rate = self.tokens_per_second
         lines = [
             f"time: {said_seconds(self.seconds)} a step predicted on {self.board}, {rate:,.0f} tokens/s "
@@ -98,7 +100,7 @@ class Forecast:
 
 
 def forecast_or_reason(config: Config, world: int, device: str, found: Planned) -> Forecast | str:
-    """The forecast, or the reason for which there is none. `device`: a kind of device, or a board."""
+    """Return the forecast, or the reason why there is none. `device`: a kind of device or a board; only boards have rates."""
     if device not in BOARDS:
         return f"name a board that has a table of rates: --device {' or '.join(boards())}"
     try:
@@ -108,21 +110,22 @@ def forecast_or_reason(config: Config, world: int, device: str, found: Planned) 
 
 
 def waits_for_host(host: float, device: float) -> dict[str, float]:
-    """The seconds in which the device waits for the host, by their kind; none if the device takes longer."""
+    """Return {HOST: seconds in which the device waits for the host}; empty if the device needs more seconds than the host."""
     return {HOST: host - device} if host > device else {}
 
 
 def forecast(config: Config, world: int, board: str, found: Planned) -> Forecast:
-    """Predict the step of a planned config.
+    """Predict the time of a step.
 
     Args:
         config: The config.
         world: Number of ranks.
-        board: A board with a table of rates (`launch.estimate.rates.boards`).
-        found: Plan of the config for this number of ranks of the board.
+        board: Board with a table of rates (`launch.estimate.rates.boards`).
+        found: Result of `planned` for this config, `world` and board.
 
     Raises:
-        ValueError: There is no table of this board, or no measured GEMM of a recipe of the plan.
+        ValueError: There is no table of this board, the table lacks GEMMs of a recipe in the plan, or `[train] invariant` is
+            set.
     """
     if config.train.invariant:
         raise ValueError("[train] invariant = true: sums of segments have no table of rates; leave invariant out")

@@ -1,14 +1,15 @@
-"""Operations of one training step of a rank, with seconds, in the order in which they are launched.
+"""List the operations of one training step of a rank, with seconds, in the order of their launches.
 
-Seconds follow from bytes, floating-point operations and the measured speeds of a board (`Rates`):
+Seconds are computed from bytes, FLOPs and the measured speeds of a board (`Rates`):
 
-    GEMM                    2 M N K / rate of the recipe at the nearest measured sizes
-    attention               causal: forward 2 B S^2 heads head_dim, backward 2.5 times as many operations
+    GEMM                    2 M N K / FLOP/s of the recipe at the nearest measured sizes
+    attention               FLOPs / FLOP/s; causal forward: 2 B S^2 heads head_dim FLOPs, backward: 2.5 times as many
     pointwise, cast, sum    bytes read and written / memory bandwidth
     transfer                bytes that the rank sends (`dlp.parallel.traffic.predict`) / speed of the link
-    every kernel            the gap before the kernel
+    every kernel            in addition, the gap between two kernels
 
-The model leaves out: document masks (sequences count whole), Muon's GEMMs, the data loader, validation and checkpoints.
+Not predicted: savings by document masks (attention counts complete sequences), the GEMMs of Muon, the data loader, validation
+and checkpoints.
 """
 
 from __future__ import annotations
@@ -47,13 +48,16 @@ from launch.training.recomputation import compiles_blocks
 CAST, ATTENTION, POINTWISE, LOSS = "casts", "attention", "norms, rope, activations", "loss"
 OPTIMIZER, BOUNDARY, SUMS, COPIES = "optimizer", "weight casts", "sums", "FSDP's copies"
 TRANSFER = "transfer"
-OTHER_ATTENTION = 1.7  # factor of the time of attention without cuDNN, which takes 0.53 to 0.66 (bench.attention)
-UNCOMPILED = 2.5  # factor of bytes of pointwise kernels without torch.compile, which fuses them
-WIDE = 2  # bytes per element of an activation
+OTHER_ATTENTION = 1.7  # time of attention by other backends, relative to cuDNN (bench.attention)
+UNCOMPILED = 2.5  # bytes of pointwise kernels without torch.compile, relative to fused kernels
+WIDE = 2  # bytes per element of a bf16 activation
 
 
 class StepWork:
-    """Builder of the programs of a step: `microbatch` and `boundary`."""
+    """Builder of the programs of a step: `microbatch` (forward and backward) and `boundary` (optimizer and step boundary).
+
+    Private methods append operations to the current program. Arguments `waits` are indices of operations that must end first.
+    """
 
     def __init__(self, config: Config, found: Planned, rates: Rates, device: str) -> None:
         self.config, self.plan, self.load, self.rates = config, found.plan, found.load, rates
@@ -70,7 +74,7 @@ class StepWork:
         self.blocks = [block for block in self.linears if block]
         self.fsdp = bool(self.load.units) and self.shards > 1
         self.units = units_of(self.plan, self.load) if self.fsdp else {}
-        self.sent: dict[tuple[str, str], dict[str, int]] = {}  # bytes by GEMM, for each linear and pass
+        self.sent: dict[tuple[str, str], dict[str, int]] = {}  # (linear, pass) -> bytes by purpose
         self.mapped = transport_name(config.mesh.transport, found.dims, kind_of(device)) == MAPPED
         network = NETWORK.speed
         self.tp_speed = rates.link if self.mapped else network if leaves_host(TP, found.dims) else rates.nccl
@@ -83,7 +87,8 @@ class StepWork:
     # Programs
 
     def microbatch(self, last: bool) -> Program:
-        """Forward and backward of one microbatch; the last one of a step reduces gradients that wait."""
+        """Return the program of forward and backward of one microbatch. `last`: this is the last microbatch of the step, in
+        which FSDP reduces accumulated gradients."""
         self.program = Program()
         reduces = last or self.load.reductions > 1
         root = self._gather("", backward=False)
@@ -103,7 +108,7 @@ class StepWork:
             self._unit_arrives(block, arrived, backward=True)
             self._backward(block)
             self._reduce(block, reduces)
-        if not self.fsdp and self.load.microbatches > 1:  # gradients of microbatches add up in fp32
+        if not self.fsdp and self.load.microbatches > 1:  # gradients are accumulated in fp32
             elements = sum(prod(p.shape) for p in self.plan.weights)
             self._compute("gradients add up", SUMS, 12 * elements / self.rates.memory, kernels=len(self.plan.weights))
         rows = self.model.vocab / self.tp * self.model.hidden
@@ -112,7 +117,7 @@ class StepWork:
         return self.program
 
     def boundary(self) -> Program:
-        """Gradient norm, optimizer and the casts of weights."""
+        """Return the program of gradient norm, optimizer and casts of weights."""
         self.program = Program()
         elements = sum(self._kept_here(p) for p in self.plan.weights)
         self._compute("gradient norm", OPTIMIZER, 4 * elements / self.rates.norm, kernels=60)
@@ -128,7 +133,7 @@ class StepWork:
         return self.program
 
     def host_seconds(self) -> float:
-        """Seconds that the host needs to launch the programs built so far, kernel by kernel."""
+        """Return the seconds that the host needs to launch the programs built so far, without a CUDA graph."""
         return self.kernels * self.rates.host + self.collectives * self.rates.host_collective
 
     # Blocks
@@ -162,7 +167,7 @@ class StepWork:
         self._norm(f"{block} norm", forward=False)
 
     def _again(self, block: str) -> None:
-        """Add the forward that backward runs again: the complete forward of the block, or only the pointwise kernels."""
+        """Append the recomputation of a block: its complete forward, or only the pointwise kernels if selective."""
         if self.train.checkpointing == "full":
             self._forward(block)
             return
@@ -172,13 +177,14 @@ class StepWork:
         self._activation(block, forward=True)
 
     def _roles(self, block: str) -> list[LinearTraffic]:
-        """The linears of a block in the order of the forward: q, k and v; the output of attention; the MLP."""
+        """Return the linears of a block in the order of forward: q, k and v as one; the output of attention; the MLP."""
         order = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         found = {linear.name.rpartition(".")[2]: linear for linear in self.linears[block]}
         return [found[name] for name in order if name in found]
 
     def _norm(self, name: str, *, forward: bool) -> None:
-        """A norm and the addition of the residual in one pass: x, the residual and both results; backward reads dy too."""
+        """Append one kernel for a norm and the addition of the residual. Forward reads and writes two tensors each; backward
+        moves one more."""
         moved = (4 if forward else 5) * WIDE * self.own_tokens * self.model.hidden
         self._pointwise(name, moved)
 
@@ -203,7 +209,8 @@ class StepWork:
             self._compute(f"{block} gradients of keys", SUMS, 0.0, waits=reduced)
 
     def _keys(self, block: str) -> tuple[int, ...]:
-        """The transfer of keys and values, or of their gradients, over cp."""
+        """Append the transfer of keys and values, or of their gradients, over cp; return its index as a tuple to wait for,
+        empty without cp."""
         ranks = self.load.ranks(CP)
         if ranks == 1:
             return ()
@@ -213,7 +220,7 @@ class StepWork:
         return (self.program.add(f"{block} keys", TRANSFER, seconds, DP_LINK, self.program.last),)
 
     def _loss(self) -> None:
-        """Final norm, head, log-sum-exp, gradient of the logits, and the head's backward."""
+        """Append forward and backward of final norm, head and loss."""
         self._norm("final norm", forward=True)
         heads = self.linears.get("", [])
         for head in heads:
@@ -254,7 +261,7 @@ class StepWork:
             waits = self._sent_behind(linear, "dgrad", sent["dgrad"], seconds, members)
         else:
             self._compute(f"{linear.name} dgrad", gemms_of(linear), seconds, kernels=members)
-        if members > 1 and not linear.rows[0].one_dgrad:  # dgrads of siblings add up in fp32
+        if members > 1 and not linear.rows[0].one_dgrad:  # results of the dgrad GEMMs of siblings are added in fp32
             rows = linear.plan.rows("x") * (self.tp if linear.style.cut_x == 0 else 1)
             moved = rows * linear.shapes[0][1] * (8 * (members - 1) + 4 + WIDE)
             self._compute(f"{linear.name} dgrad sums", SUMS, moved / self.rates.memory)
@@ -272,7 +279,7 @@ class StepWork:
             self._sum(linear, "dgrad", linear.shapes[0][1], waits)
 
     def _sent(self, linear: LinearTraffic, pass_name: str) -> dict[str, int]:
-        """Bytes by GEMM of one pass, computed once for all microbatches."""
+        """Return the bytes that a linear sends in one pass, by purpose. Computed once for all microbatches."""
         key = linear.name, pass_name
         if key not in self.sent:
             self.sent[key] = by_purpose(linear.forward() if pass_name == "forward" else linear.backward())
@@ -292,13 +299,14 @@ class StepWork:
             self._compute(f"{linear.name} cast {tensor}", CAST, moved / self.rates.memory, kernels=3)
 
     def _cast_bytes(self, operand: Operand, elements: float) -> float:
-        """Bytes of one cast in both orientations: one read to observe, if the quantizer does, one to cast, and the codes."""
+        """Return the bytes that a cast in both orientations reads and writes: one read for the amax, if the quantizer needs it,
+        one read for the cast, and the written codes."""
         if operand.keeps_source:
             return 0.0
         return elements * _bytes_per_element(operand, self.load.dtype)
 
     def _agree(self, linear: LinearTraffic, sent: dict[str, int]) -> None:
-        """An agreement on amaxes waits for all ranks once."""
+        """Append the agreement of tp ranks on amaxes, if the linear has one. Its duration is that of an empty transfer."""
         if sent.get("amax"):
             agreed = self._transfer(f"{linear.name} amax", 0)
             self._compute(f"{linear.name} scales", CAST, 0.0, waits=(agreed,))
@@ -306,14 +314,14 @@ class StepWork:
     # Transfers of tp
 
     def _pieces(self, linear: LinearTraffic, gemm: str) -> int:
-        """Number of pieces of the GEMM that a transfer overlaps with; 0: no overlap."""
+        """Return the number of pieces into which the strategy divides the transfer of a GEMM; 0: no overlap."""
         chosen = linear.rows[0].overlap
         name, _, per_rank = (chosen if isinstance(chosen, str) else chosen.get(gemm, "serial")).partition(":")
         return 0 if name == "serial" else (self.tp - 1) * int(per_rank or 1)
 
     def _gathered(self, linear: LinearTraffic, gemm: str, nbytes: int, seconds: float, kernels: int) -> None:
-        """A GEMM on gathered tokens: one GEMM after the transfer, or GEMMs on the local rows at once and on other rows
-        as they arrive."""
+        """Append a gather and its GEMM: one GEMM after the transfer; or with overlap a GEMM on the local rows, and one GEMM on
+        each piece as it arrives."""
         name, pieces = f"{linear.name} {gemm}", self._pieces(linear, gemm)
         if not pieces or not nbytes:
             waits = (self._transfer(f"{linear.name} gather", nbytes),) if nbytes else ()
@@ -329,7 +337,7 @@ class StepWork:
     def _sent_behind(
         self, linear: LinearTraffic, gemm: str, nbytes: int, seconds: float, kernels: int
     ) -> tuple[int, ...]:
-        """A GEMM whose result is reduced: the transfers that the sum waits for."""
+        """Append a GEMM and the transfers of its result to other ranks. Returns the last transfer as a tuple to wait for."""
         name, pieces = f"{linear.name} {gemm}", self._pieces(linear, gemm)
         if not pieces:
             self._compute(name, gemms_of(linear), seconds, kernels=kernels)
@@ -342,7 +350,7 @@ class StepWork:
         return (transfers[-1],)
 
     def _sum(self, linear: LinearTraffic, gemm: str, features: int, waits: tuple[int, ...]) -> None:
-        """The sum of the contributions of all ranks."""
+        """Append the sum of the contributions of all tp ranks."""
         moved = (self.tp + 1) * WIDE * self.own_tokens * features
         self._compute(f"{linear.name} {gemm} sum", SUMS, moved / self.rates.memory, waits=waits)
 
@@ -354,7 +362,8 @@ class StepWork:
     # FSDP
 
     def _gather(self, unit: str, *, backward: bool) -> tuple[int, ...]:
-        """Start the gather of a unit's weights, as FSDP prefetches them."""
+        """Append the gather of the weights of an FSDP unit, which starts early as prefetched by FSDP. Returns its index as a
+        tuple to wait for, empty if nothing is gathered."""
         nbytes = self._gathered_bytes(unit, backward)
         if not nbytes:
             return ()
@@ -363,13 +372,13 @@ class StepWork:
         return (self.program.add(f"{unit or 'root'} gather weights", TRANSFER, seconds, DP_LINK, self.program.last),)
 
     def _unit_arrives(self, unit: str, waits: tuple[int, ...], *, backward: bool) -> None:
-        """Copy gathered weights out of the collective's buffer."""
+        """Append the copy of gathered weights out of the buffer of the collective."""
         if waits:
             seconds = 2 * self._gathered_bytes(unit, backward) / self.rates.memory
             self._compute(f"{unit} copy out", COPIES, seconds, kernels=2, waits=waits)
 
     def _gathered_bytes(self, unit: str, backward: bool) -> float:
-        """Bytes of a unit's gathered weights in one pass."""
+        """Return the bytes of the gathered weights of a unit in one pass; 0 if the unit is not gathered."""
         again = bool(unit) and self.load.resharded
         if not self.fsdp or (backward and not again):
             return 0.0
@@ -384,7 +393,8 @@ class StepWork:
         return total
 
     def _reduce(self, unit: str, reduces: bool) -> None:
-        """Copy a unit's gradients into a buffer and reduce them. Accumulated gradients are added in fp32."""
+        """Append the work on the gradients of an FSDP unit after its backward: the sum with gradients of earlier microbatches,
+        and with `reduces` the copy into a buffer and the reduction."""
         if not self.fsdp:
             return
         elements = sum(prod(p.shape) for p in self.units[unit])
@@ -402,7 +412,7 @@ class StepWork:
             shard = 4 * elements / self.shards
             sent += 2 * shard * (replicas - 1) / replicas / self.dp_speed[DP_REPLICATE]
         reduced = self.program.add(f"{unit or 'root'} reduce", TRANSFER, sent, DP_LINK, self.program.last)
-        if not unit:  # the step ends after the last gradients have arrived
+        if not unit:  # the optimizer waits for the reduction of the root unit, the last one
             self._compute("gradients arrive", COPIES, 0.0, waits=(reduced,))
 
     # Parts
@@ -423,7 +433,7 @@ class StepWork:
 
 
 def gemms_of(linear: LinearTraffic) -> str:
-    """The kind under which the GEMMs of a linear are counted."""
+    """Return the kind of device time of the GEMMs of a linear: "GEMMs, RECIPE"."""
     return f"GEMMs, {linear.recipe.name}"
 
 
@@ -435,7 +445,7 @@ def _bytes_per_element(operand: Operand, dtype: torch.dtype) -> float:
 
 
 def by_purpose(sends: Sends) -> dict[str, int]:
-    """Bytes of a linear's transfers by purpose."""
+    """Return the sums of bytes by purpose, without purposes that send nothing."""
     found: dict[str, int] = {}
     for sent, nbytes in sends:
         found[sent.purpose] = found.get(sent.purpose, 0) + nbytes

@@ -1,11 +1,11 @@
-"""Schedule of a step's operations on the streams of a GPU.
+"""Schedule the operations of a step on the streams of a GPU.
 
-    compute   ████ ██████   ████████      operations in order
-    tp            ▓▓▓▓▓▓                  transfers between tp ranks
-    dp        ▓▓▓▓▓▓▓▓▓▓▓▓                FSDP's collectives
+    compute   ████ ██████   ████████      kernels
+    tp            ▓▓▓▓▓▓                  transfers over tp
+    dp        ▓▓▓▓▓▓▓▓▓▓▓▓                collectives of FSDP and cp
 
-An operation starts when its stream is free and every operation that it waits for has ended. Time in which the compute stream
-waits for a transfer is exposed communication.
+Each stream runs its operations in order. An operation starts when its stream is free and every operation that it waits for has
+ended. Time in which the compute stream waits for a transfer is exposed communication.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ EXPOSED = "exposed transfers"
 
 
 class Operation(NamedTuple):
-    """One operation. `waits`: indices of earlier operations that must have ended."""
+    """Operation of a program.
+
+    name      name in the trace
+    kind      kind of device time under which the seconds are counted
+    seconds   duration
+    lane      stream, one of `LANES`
+    waits     indices of earlier operations that must have ended
+    """
 
     name: str
     kind: str
@@ -35,7 +42,7 @@ class Operation(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A scheduled operation: start and end in seconds."""
+    """Scheduled operation, with start and end in seconds."""
 
     operation: Operation
     start: float
@@ -55,7 +62,7 @@ class Program:
 
     @property
     def last(self) -> tuple[int, ...]:
-        """The newest operation of the compute stream, as a tuple to wait for; empty before the first operation."""
+        """Index of the last operation on the compute stream, as a tuple for `waits`; empty if there is none."""
         for index in range(len(self.operations) - 1, -1, -1):
             if self.operations[index].lane == COMPUTE:
                 return (index,)
@@ -64,7 +71,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule of operations."""
+    """Result of `schedule`: the scheduled operations in the order of their launches."""
 
     spans: tuple[Span, ...]
 
@@ -73,8 +80,8 @@ class Timeline:
         return max((span.end for span in self.spans), default=0.0)
 
     def shares(self) -> dict[str, float]:
-        """Seconds by kind on the compute stream, and the EXPOSED seconds in which this stream waits; they sum to
-        `seconds`."""
+        """Return the seconds on the compute stream by kind; the kind EXPOSED counts the seconds in which this stream waits. The
+        sum is `seconds`."""
         found: defaultdict[str, float] = defaultdict(float)
         for span in self.spans:
             if span.operation.lane == COMPUTE:
@@ -83,7 +90,7 @@ class Timeline:
         return {kind: seconds for kind, seconds in found.items() if seconds > 1e-9}
 
     def transfers(self) -> dict[str, float]:
-        """Seconds in which each link is busy."""
+        """Return the seconds in which each link is busy, by stream."""
         found: defaultdict[str, float] = defaultdict(float)
         for span in self.spans:
             if span.operation.lane != COMPUTE:
@@ -105,13 +112,13 @@ class Timeline:
 
 
 def schedule(program: Program, slowdown: float = 0.0) -> Timeline:
-    """Run the operations in order, each as early as its stream and its `waits` allow.
+    """Schedule each operation as early as its stream and its `waits` allow.
 
-    slowdown    share of the speed of computation that is lost while the dp stream is busy
+    slowdown    relative loss of speed of the compute stream while the dp stream is busy
     """
     free = dict.fromkeys(LANES, 0.0)
     spans: list[Span] = []
-    busy: list[tuple[float, float]] = []  # spans of the dp stream, in order
+    busy: list[tuple[float, float]] = []  # (start, end) of the operations on the dp stream
     for operation in program.operations:
         start = max([free[operation.lane], *(spans[i].end for i in operation.waits)])
         end = start + operation.seconds

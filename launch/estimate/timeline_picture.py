@@ -1,4 +1,4 @@
-"""Picture of a predicted microbatch: one row for each stream, one color for each kind of operation."""
+"""Draw the schedule of a predicted microbatch (one row per stream, one color per kind of operation) and the costs of a step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from launch.estimate.timeline import LANES
 
 
 def write_picture(found: Forecast, path: Path) -> None:
-    """Draw the schedule of the step's last microbatch and the shares of the step as a PNG file."""
-    from matplotlib.figure import Figure  # imported here, because every run imports this file
+    """Draw the schedule of the last microbatch, and the seconds of the step by kind, into the PNG file `path`."""
+    from matplotlib.figure import Figure  # slow to import, and needed only here
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -51,8 +51,12 @@ def write_picture(found: Forecast, path: Path) -> None:
 def write_timeline(found: Forecast | str, path: Path) -> None:
     """Write the predicted schedule as a picture (.png) or as a trace for Perfetto (.json).
 
+    Args:
+        found: The forecast, or the reason why there is none.
+        path: File to write; the suffix decides the format.
+
     Raises:
-        ValueError: There is no forecast (`found` is the reason), or the file name has another suffix.
+        ValueError: There is no forecast, or the suffix is not .png or .json.
     """
     if isinstance(found, str):
         raise ValueError(f"--timeline {path}: no step time is predicted ({found}); omit --timeline")

@@ -1,4 +1,4 @@
-"""Model of a checkpoint on these ranks, without the training state, for evaluation and generation."""
+"""Load the model of a checkpoint for evaluation and generation, without optimizer and training state."""
 
 from __future__ import annotations
 
@@ -31,8 +31,13 @@ Changes = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Trained:
-    """A model for inference, with this rank's dims and batch, and the config of its checkpoint. remarks: lines to
-    print."""
+    """Model of a checkpoint on the mesh of this run.
+
+    config    config of the checkpoint, with overrides
+    batch     partition of a global batch over the ranks
+    opened    manifest and index of the checkpoint
+    remarks   lines to print
+    """
 
     config: Config
     model: nn.Module
@@ -45,11 +50,14 @@ class Trained:
 
 
 def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Changes]:
-    """Parse a program's own options, the options of `quantized`, and overrides of the training's settings."""
+    """Parse the options of `parser`, the options --quantize, --mode and --calibration, and overrides of the saved config.
+
+    Returns the options, and the overrides, (dotted name, text) each.
+    """
     parser.add_argument(
         "--quantize",
         metavar="RECIPE",
-        help="quantize the weights of all blocks' linears to this recipe, and keep only the codes",
+        help="quantize the weights of all linears in blocks by this recipe, and keep only codes and scales",
     )
     parser.add_argument("--mode", choices=MODES, help=f"quantization of x [{MODES[0]}]")
     parser.add_argument(
@@ -68,10 +76,10 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
 
 
 def open_trained(path: Path, changes: Changes) -> Trained:
-    """Open a checkpoint on all ranks of this run: its config with `changes`, and its weights.
+    """Load a checkpoint on all ranks of this run, with its saved config and the overrides `changes`.
 
-    A single rank gets a mesh of one rank, whatever mesh the training had. Raises ValueError for settings that do not
-    fit."""
+    The mesh is the saved mesh; with one rank it is a mesh of one rank. Raises ValueError for an invalid checkpoint, or for
+    settings that do not fit the number of ranks."""
     found = read_manifest(path, other_weights)
     alone = [(f"mesh.{axis}", "1") for axis in AXES_WITH_CP] if world_size() == 1 else []
     settled = [("train.compile", "false"), ("train.checkpointing", "none"), ("train.cuda_graph", "false")]
@@ -82,9 +90,9 @@ def open_trained(path: Path, changes: Changes) -> Trained:
 
 
 def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
-    """Return a model on a mesh, with the weights and the recipe state of a checkpoint.
+    """Build the model of `config` on a mesh, and load weights and recipe state from the checkpoint `path`.
 
-    Raises CheckpointError if the checkpoint lacks delayed scales."""
+    Raises CheckpointError if a recipe uses delayed scales that the checkpoint lacks."""
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     model, _, batch = parallel_model(config, mesh)
     config.architecture.allocate(model, device)
@@ -100,10 +108,10 @@ def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
 
 
 def quantized(trained: Trained, recipe: str | None, mode: str, calibrate: Callable[[], object]) -> Trained:
-    """Freeze the blocks of the model (`dlp.freeze`) if a recipe is requested; its remarks report the size.
+    """Freeze the linears in blocks (`dlp.freeze`) if `recipe` is not None, and append a remark about their size.
 
-    `calibrate` runs the model for static scales. Raises ValueError for a recipe that does not support the mode, and for weights
-    that FSDP shards."""
+    `calibrate` runs the model on data, from which static scales are computed; used only if mode is "static". Raises ValueError
+    if the recipe does not support the mode, or if FSDP shards the weights."""
     if recipe is None:
         return trained
     if mode == "static":
@@ -122,7 +130,7 @@ def quantized(trained: Trained, recipe: str | None, mode: str, calibrate: Callab
 
 
 def check_length(config: Config, tokens: int) -> None:
-    """Raise ConfigError for more tokens than the sliding window of the model."""
+    """Raise ConfigError if `tokens` exceeds the sliding window of the model, or for a model of transformers."""
     window = config.family.sliding_window or tokens
     if tokens > window:
         raise ConfigError(f"{tokens} tokens are more than [model] sliding_window = {window}: ask for fewer")

@@ -1,1 +1,1 @@
-"""Models: decoders of one architecture; families of published weights differ only in settings."""
+"""Models: one decoder whose settings describe several published families, and models of transformers."""

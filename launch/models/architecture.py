@@ -23,11 +23,11 @@ from launch.models.attention import Choice, Documents
 
 
 class Architecture(ABC):
-    """Model of a `[model]` section.
+    """Model of a `[model]` section. Three class attributes are constants of the implementation.
 
-    fsdp_casts    FSDP casts parameters to the dtype of activations, on one data-parallel rank as well
-    cuts_logits   tp shards the vocabulary of the logits
-    equal_blocks  blocks with equal rows in the plan save equal activations
+    fsdp_casts    whether FSDP casts parameters to the dtype of activations, even with one data-parallel rank
+    cuts_logits   whether logits are sharded over tp in the vocabulary dimension
+    equal_blocks  whether blocks with equal rows in the plan save equal activations
     """
 
     fsdp_casts = False
@@ -47,16 +47,15 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def blocks(self) -> Sequence[str]:
-        """Names of the modules that are FSDP units, are compiled and are recomputed, in order."""
+        """Names of the transformer blocks in order. Each block is one FSDP unit, and is compiled and recomputed as one."""
 
     @property
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Settings that define parameters, by name; a checkpoint with other settings is refused."""
+        """Settings that define the parameters, by name; a checkpoint with other values does not load."""
 
     def rules(self, config: Any) -> Iterator[tuple[bool, str]]:
-        """Yield (whether the rule holds, message) for each rule across settings that rules.py, which does not import torch,
-        cannot check."""
+        """Yield (whether the rule holds, message) for each rule that cannot be checked without torch; others: rules.py."""
         yield from ()
 
     @abstractmethod
@@ -69,31 +68,30 @@ class Architecture(ABC):
 
     @abstractmethod
     def groups(self, tp: int, sequence_parallel: bool) -> list[LayerGroup]:
-        """Return the layer groups of the model's parallel styles; groups of the configuration may override them."""
+        """Return the layer groups that shard the model over tp; layer groups of the config may override them."""
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
-        """Raise ValueError for a plan under which the model cannot run."""
+        """Raise ValueError if the model cannot run with the styles and sequence_parallel of `plan`."""
 
     @abstractmethod
     def describe(self, tp: int) -> list[str]:
-        """Return lines of the printed plan."""
+        """Return lines about the model for the printed plan."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, attention: Choice) -> None:
-        """Set up a converted model: attention backend, fused blocks."""
+        """Set the attention backend of a converted model, and fuse its blocks if the settings say so."""
 
     def share_sequences(self, model: nn.Module, context: Context) -> None:
-        """Restrict positions and attention to this rank's part of each sequence, before conversion. Called if cp >
-        1."""
+        """Restrict positions and attention to this rank's shard of each sequence. Called before conversion if cp > 1."""
         raise ValueError(
             f"cp = {context.ranks}: the attention of {type(model).__name__} reads whole sequences: use cp = 1"
         )
 
     @abstractmethod
     def allocate(self, model: nn.Module, device: torch.device) -> None:
-        """Give memory to the parameters of a converted and sharded model. Values of parameters are undefined; values of
-        buffers are set."""
+        """Allocate the parameters and buffers of a converted and sharded model on `device`. Parameters are uninitialized,
+        buffers have their values."""
 
     @abstractmethod
     def initialize(self, model: nn.Module, seed: int) -> None:
@@ -105,17 +103,18 @@ class Architecture(ABC):
 
     @abstractmethod
     def estimated(self, tp: int, layers: int, dtype: torch.dtype) -> tuple[nn.Module, Sequence[str]]:
-        """Return a model on the meta device with the heads, features and vocabulary of one tp rank, and the names of its
-        blocks, for the estimate of saved activations.
+        """Return an unconverted model on the meta device, and the names of its blocks, for the estimate of saved activations.
 
-        layers  number of blocks with different rows in the plan
+        tp      the model gets the heads, features and vocabulary of one of `tp` ranks, if the architecture supports it
+        layers  number of blocks, if `equal_blocks`
         dtype   dtype of activations
         """
 
     def loss(
         self, model: nn.Module, batch: Sequence[Tensor], mesh: DeviceMesh, z_loss: float = 0.0, invariant: bool = False
     ) -> Tensor:
-        """Return the summed loss of a microbatch: tokens, targets, and documents if attention needs them."""
+        """Return the loss of a microbatch, summed over its tokens. `batch`: tokens, targets, then the fields of `Documents` if
+        attention restarts at documents."""
         tokens, targets, *documents = batch
         logits = self.logits(model, tokens, Documents(*documents) if documents else None)
         return dlp.cross_entropy(
@@ -128,6 +127,6 @@ class Architecture(ABC):
 
 
 def block_of(name: str, blocks: Collection[str]) -> str:
-    """Return the element of `blocks` that contains a module or parameter; "" outside of blocks."""
+    """Return the name in `blocks` of the block that contains the module or parameter `name`; "" if no block does."""
     parts = name.split(".")
     return next((found for i in range(1, len(parts) + 1) if (found := ".".join(parts[:i])) in blocks), "")

@@ -2,7 +2,7 @@
 
     row        a a a a | b b | c c c c c c       row of tokens packed from three documents
     positions  0 1 2 3   0 1   0 1 2 3 4 5       restart at each document
-    starts     0         4     6            12   begin of each document in the flattened rows, and the number of tokens
+    starts     0         4     6            12   first token of each document in the flattened rows; last: number of tokens
 
 Within documents, GPUs use torch's attention for sequences of different lengths, which takes `starts` and computes no masked
 scores; CPUs use a mask. Over complete rows, GPUs use a backend of `scaled_dot_product_attention`
@@ -20,17 +20,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# The first backend that supports the shapes is used, so that generation, for example with a prompt of one token, works
-# as well.
+# torch uses the first backend that supports the shapes. Generation needs the later ones, for example for a prompt of one token.
 _REST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ORDERS = {"flash": _REST, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_REST]}
 
 
 class Documents(NamedTuple):
-    """Documents in tokens [B, S]. The begin of a row counts as the begin of a document.
+    """Boundaries of documents in tokens [B, S]. A row always begins a new document.
 
     positions  int64 [B, S], position of each token in its document
-    starts     int32 [documents + 1], begin of each document in the flattened tokens
+    starts     int32 [documents + 1], index of the first token of each document in the flattened tokens, then B*S
     """
 
     positions: Tensor
@@ -39,30 +38,34 @@ class Documents(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Backend of attention over complete rows: a key of ORDERS, or None if torch chooses; and the reason. by_head: kernels
-    get one head of k and v at a time."""
+    """Decision about the attention backend over complete rows.
+
+    backend   key of `ORDERS`; None: torch chooses
+    reason    reason of the decision, for the plan
+    by_head   call the kernel for one head of k and v at a time (see `attend_by_head`)
+    """
 
     backend: str | None
     reason: str
     by_head: bool = False
 
     def describe(self) -> str:
-        """Return the line of the plan."""
+        """Return the line about attention in the plan."""
         return f"attention: {self.backend or 'chosen by torch'} ({self.reason})"
 
 
 def attend_by_head(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, backend: str | None) -> Tensor:
-    """`attend`, in which kernels get one head of k and v at a time: CUDA kernels divide their work, and with the work their
-    sums, by the number of heads."""
+    """Compute `attend` with one kernel call per head of k and v. The order of sums in CUDA kernels depends on the number of
+    heads; with one head it does not depend on tp."""
     heads = zip(q.chunk(k.shape[1], 1), k.split(1, 1), v.split(1, 1), strict=True)
     return torch.cat([attend(*each, documents, backend) for each in heads], 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, backend: str | None = None) -> Tensor:
-    """Causal attention; with `documents`, tokens attend only to tokens of the same document.
+    """Compute causal attention; with `documents`, tokens attend only to tokens of the same document.
 
-    q          [B, heads, S, D]; fewer queries than keys belong to the last tokens
-    k, v       [B, kv heads, S or more, D]
+    q          [B, heads, S, D]
+    k, v       [B, kv heads, S or more, D]; if there are more keys than queries, the queries are the last S tokens
     documents  documents of the tokens; None: complete rows
     backend    key of ORDERS, for attention over complete rows; None: torch chooses
     returns    [B, heads, S, D]
@@ -80,25 +83,25 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, 
 
 
 def prefer(backend: str | None) -> AbstractContextManager[None]:
-    """Context in which torch tries the backends of `ORDERS[backend]` in order; None: torch's own order."""
+    """Return a context in which torch tries the backends of `ORDERS[backend]` in order; None: torch's default order."""
     return nullcontext() if backend is None else sdpa_kernel(ORDERS[backend], set_priority=True)
 
 
 def mask(positions: Tensor) -> Tensor:
-    """Return the attention mask, bool [B, 1, S, S]: True where a token attends to a token."""
+    """Return the mask of causal attention within documents, bool [B, 1, S, S]: True where query i attends to key j."""
     document = (positions == 0).cumsum(-1)
     same = document.unsqueeze(-1) == document.unsqueeze(-2)
     return same.tril().unsqueeze(1)
 
 
 def _by_lengths(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # CUDA's libraries are needed
+    from torch.nn.attention.varlen import varlen_attn  # the import needs the CUDA libraries
 
     batch, heads, sequence, _ = q.shape
     group = heads // k.shape[1]
-    # This function of torch 2.11 has no grouped heads
+    # varlen_attn of torch 2.11 does not support grouped heads
     k, v = (each.repeat_interleave(group, 1) if group > 1 else each for each in (k, v))
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
     out = varlen_attn(q, k, v, starts, starts, sequence, sequence, window_size=(-1, 0))  # window (-1, 0): causal
-    assert isinstance(out, Tensor)  # returns a pair if more results are requested
+    assert isinstance(out, Tensor)  # a tuple is returned only if further results are requested
     return out.unflatten(0, (batch, sequence)).transpose(1, 2)

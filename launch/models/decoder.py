@@ -19,17 +19,17 @@ from launch.models.settings import Model
 
 
 def settings_of(model: Model) -> dict[str, Any]:
-    """Return the settings of `[model]` that must be equal in checkpoint and run: all that define parameters."""
+    """Return the settings of `[model]` that define the parameters; they must be equal in checkpoint and run."""
     return {key: value for key, value in asdict(model).items() if key != "fused"}
 
 
 def flops_per_token(model: Model, sequence: int) -> float:
-    """Model FLOPs of one token, forward and backward, without recomputation: 6 x matmul parameters + attention.
+    """Return the model FLOPs of one token, forward and backward, without recomputation: 6 x matmul parameters + attention.
 
-    A matmul parameter takes a multiplication and an addition once in forward and twice in backward, 6 operations. The embedding
-    is a lookup and does not count; the head counts, tied or not. Attention scores and their product with v take 2 x 2 x
-    sequence x heads x head_dim in forward and twice as much in backward, 12 in total. As in PaLM (arXiv 2204.02311, appendix
-    B), positions hidden by the causal mask are not subtracted, so that MFU is comparable with published numbers.
+    Each matmul parameter costs 2 FLOPs in forward and 4 in backward. The embedding is a lookup and does not count; the head
+    counts, tied or not. Attention scores and their product with v cost 4 x sequence x heads x head_dim FLOPs per block in
+    forward and twice as many in backward, 12 x in total. As in PaLM (arXiv 2204.02311, appendix B), masked positions are not
+    subtracted, so that MFU is comparable with published numbers.
     """
     q_size, kv_size = model.heads * model.head_dim, model.kv_heads * model.head_dim
     block = model.hidden * (2 * q_size + 2 * kv_size + 3 * model.ffn)
@@ -38,7 +38,7 @@ def flops_per_token(model: Model, sequence: int) -> float:
 
 
 class Decoder(Architecture):
-    """Architecture of a family with the sizes of `[model]`."""
+    """Architecture of a model family with the sizes of `[model]`; see `Architecture` for the methods."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

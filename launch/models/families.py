@@ -1,4 +1,4 @@
-"""Families of published models: features, and the mapping of names and settings of Hugging Face folders."""
+"""Families of published models: features, names of settings in config.json, and names of tensors in Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """Differences of a family.
+    """Properties of one model family.
 
-    architecture  class of `transformers` that reads the family
-    qkv_bias      q, k and v have biases
-    qk_norm       RMSNorm over each head of q and k
-    window        a sliding window may be set
-    optional      keys of config.json that a file may omit, with the defaults of `transformers`
+    architecture  class name in `transformers`
+    optional      (key, default of `transformers`) of each key that config.json may omit
     nullable      keys of config.json that may be null
-    fixed         keys of config.json for which only one value is supported
+    fixed         (key, value) of each key of config.json for which only this value is supported
+    qkv_bias      whether q, k and v have biases
+    qk_norm       whether RMSNorm normalizes each head of q and k
+    window        whether a sliding window may be set
     """
 
     architecture: str
@@ -52,7 +52,7 @@ FAMILIES = {
 }  # fmt: skip
 UNSUPPORTED = ("quantization_config", "per_layer_config")  # tables that must be absent or null
 
-# [model] key: config.json key. `launch/weights/hf_config.py` reads settings that are nested in tables or derived.
+# Key of [model] -> key of config.json. `launch/weights/hf_config.py` handles rope_theta and rope_scaling.
 KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -68,7 +68,7 @@ KEYS = {
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# Parameter name here: name in Hugging Face folders. {i} is the number of a block.
+# Parameter name of `launch.models.modules` -> name in Hugging Face folders. {i} is the number of a block.
 NAMES = {
     "model.embed_tokens.weight": EMBEDDING,
     "model.norm.weight": "model.norm.weight",
@@ -86,12 +86,13 @@ NAMES = {
     },
 }
 
-# Ends of names in folders that are no weights: tables of positions that old folders hold.
+# Suffixes of tensor names that are ignored: tables of rotary frequencies in old folders, which are not weights.
 UNREAD = ("rotary_emb.inv_freq",)
 
 
 def their_names(layers: int) -> Iterator[tuple[str, str]]:
-    """Yield (our name, Hugging Face name) of all parameters that a model with `layers` blocks may have."""
+    """Yield (name in `launch.models.modules`, name in Hugging Face folders) for each parameter of any family with `layers`
+    blocks."""
     for ours, theirs in NAMES.items():
         for i in range(layers) if "{i}" in ours else (0,):
             yield ours.format(i=i), theirs.format(i=i)

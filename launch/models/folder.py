@@ -1,4 +1,4 @@
-"""Folder of transformers with config.json and *.safetensors: checks that need neither torch nor transformers."""
+"""Checks of a folder with config.json and *.safetensors of transformers. This module imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from launch.settings.schema import ConfigError
 
 
 def check_folder(folder: str) -> dict[str, Any]:
-    """Return config.json of a folder. Raises ConfigError if a package, config.json or *.safetensors is missing."""
+    """Return the parsed config.json of `--model FOLDER`. Raises ConfigError if transformers, safetensors, config.json or
+    *.safetensors is missing."""
     path = Path(folder) / "config.json"
     missing = [name for name in ("transformers", "safetensors") if importlib.util.find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""Initial weights, a function of (seed, name, shape) only, so that every mesh starts with equal weights."""
+"""Random initial weights. They depend only on seed, parameter name and shape, so that every mesh starts with equal weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from launch.models.settings import Model
 
 
 def initial_value(name: str, shape: torch.Size, config: Model, seed: int) -> Tensor:
-    """Return the complete initial value of a parameter, fp32 on the CPU.
+    """Return the unsharded initial value of a parameter, fp32 on the CPU.
 
-    Biases are 0 and weights of norms 1. Matrices are N(0, 0.02), matrices that write to the residual stream N(0, 0.02 /
-    sqrt(2L)).
+    Biases are 0, weights of norms 1. Matrices are normal with standard deviation 0.02; o_proj and down_proj, which add to the
+    residual stream, have 0.02 / sqrt(2 * layers).
     """
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
@@ -30,7 +30,7 @@ def initial_value(name: str, shape: torch.Size, config: Model, seed: int) -> Ten
 
 
 def this_ranks_part(full: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of `full` that this rank holds: sharded over tp first, then over the axis of FSDP."""
+    """Return this rank's shard of `full`, the unsharded value of `parameter`: sharded over tp first, then by FSDP."""
     if not isinstance(parameter, DTensor):
         return full
     for axis in (TP, DP_SHARD, DP_SHARD_CP):
@@ -44,7 +44,7 @@ def this_ranks_part(full: Tensor, parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def init_weights(model: Llama, seed: int) -> None:
-    """Fill the parameters of a materialized model, one complete tensor at a time; each rank keeps its shard."""
+    """Fill the parameters of an allocated model. Each rank computes one unsharded tensor at a time and copies its shard."""
     for name, parameter in model.named_parameters():
         full = initial_value(name, parameter.shape, model.config, seed)
         kept = parameter._local_tensor if isinstance(parameter, DTensor) else parameter

@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 class KeyValues:
-    """Keys and values of one block, [B, kv heads, `room`, head_dim] each, of which `length` tokens are filled. The first
-    tokens allocate the memory."""
+    """Keys and values of one block, each [B, kv heads, room, head_dim]; the first `length` tokens are filled. The first call of
+    `extend` allocates the memory."""
 
     def __init__(self, room: int) -> None:
         self.room, self.length = room, 0

@@ -1,10 +1,10 @@
-"""Decoder modules: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, tied or untied head; biases of q, k and v and
-norms of q and k for families that have them (families.py).
+"""Modules of the decoder: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, tied or untied head; biases of q, k and
+v and norms of q and k in families that have them (families.py).
 
-Parameter names are those of Hugging Face. The modules do not depend on ranks: attention views heads as `view(B, S, -1,
-head_dim)`, so each tp rank computes the heads of its weight shards, and hidden states are [B, S, H] or, with sequence
-parallelism, the token shard [B*S/tp, H]. `parallel.py` defines how tp shards the model, and fuses blocks into sequences of
-`dlp.ops` for `[model] fused`.
+Parameter names are the same as in Hugging Face's Llama. The modules contain no code for tp: attention views heads as
+`view(B, S, -1, head_dim)`, so each tp rank computes the heads of its weight shards. Hidden states are [B, S, H] or, with
+sequence parallelism, the token shard [B*S/tp, H]. `parallel.py` defines the layer groups that shard the model over tp, and
+fuses blocks into sequences of `dlp.ops` for `[model] fused`.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,12 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. `backend`, `by_head`: how attention runs over complete rows, decided by
-    `launch.training.attention_backend.choose`. `context`: this rank's part of each sequence; None: whole sequences."""
+    """Grouped-query attention.
+
+    backend   key of `attention.ORDERS`, set by `parallel.set_attention`; None: torch chooses
+    by_head   whether to call the kernel for one head of k and v at a time
+    context   this cp rank's shard of each sequence; None: complete sequences
+    """
 
     backend: str | None = None
     by_head: bool = False
@@ -61,8 +65,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(q_size, config.hidden, bias=False)
 
     def forward(self, normed: Tensor, batch: int, *where: Any) -> Tensor:
-        """Compute attention of x, normed [B, S, H] or a token shard, in the same shape. `batch` is B, and `where` the
-        input of `attend`."""
+        """Compute projections and attention of `normed`, [B, S, H] or a token shard, and return the same shape. `batch` is B;
+        `where` are the further arguments of `attend`: cos, sin, documents, past."""
         y: Tensor = self.o_proj(self.attend([project(normed) for project in self.inputs], batch, *where))
         return y
 
@@ -74,9 +78,9 @@ class Attention(nn.Module):
         self, projected: Sequence[Tensor], batch: int, cos: Tensor, sin: Tensor, documents: Documents | None,
         past: KeyValues | None,
     ) -> Tensor:  # fmt: skip
-        """Return the input of o_proj [B, S, ...] from q, k and v of B*S tokens.
+        """Compute attention, and return the input of o_proj, [B, S, heads * head_dim].
 
-        past: keys and values of the previous tokens, to which the new keys and values are appended."""
+        projected: q, k and v of B*S tokens; cos, sin: rotary table; past: cache to which keys and values are appended."""
         q, k, v = (each.view(batch, cos.shape[-2], -1, self.head_dim) for each in projected)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -90,13 +94,13 @@ class Attention(nn.Module):
         return run(q, k, v, documents, self.backend).transpose(1, 2).flatten(2)
 
     def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of a chunk of queries to all keys up to the chunk."""
+        """Compute causal attention of a chunk of queries to all keys up to and including the chunk."""
         with prefer(self.backend):
             return causal(q, k, v)
 
 
 class Gated(nn.Module):
-    """Compute silu(gate) * up."""
+    """Module that computes silu(gate) * up from the pair (gate, up)."""
 
     def forward(self, gate_up: tuple[Tensor, Tensor]) -> Tensor:
         gate, up = gate_up
@@ -117,15 +121,19 @@ class MLP(nn.Module):
 
 
 class Sequences(NamedTuple):
-    """Operations of a block before and after attention: x -> (q, k, v) and x; (attention output, x) -> MLP output and
-    the residual sum h."""
+    """Fused operations of a block before and after attention.
+
+    before   x -> (q, k, v), x
+    behind   attention output, x -> MLP output, h, where h is the residual sum after attention
+    """
 
     before: ops.Sequential
     behind: ops.Sequential
 
 
 class Block(nn.Module):
-    """Transformer block. After `fuse()` the block runs as `sequences`, which share its parameters and are not submodules."""
+    """Transformer block. After `fuse()` forward runs `sequences`, which use the parameters of the block and are not
+    submodules."""
 
     sequences: Sequences | None = None
 
@@ -138,7 +146,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def fuse(self) -> None:
-        """Run as fused sequences of operations from now on; the linears must be converted."""
+        """Build `sequences`, which forward then uses. The linears must have been converted by `dlp.convert`."""
         attention, mlp = self.self_attn, self.mlp
         before = {
             "x": ops.MakeExtraOutput(), "input_layernorm": self.input_layernorm,
@@ -197,13 +205,13 @@ class LlamaModel(nn.Module):
 
 
 class Llama(nn.Module):
-    """Decoder: tokens [B, S] int64 -> logits [B*S, V] (V/tp per rank after conversion), in `dtype`.
+    """Decoder: tokens int64 [B, S] -> logits [B*S, V], or [B*S, V/tp] after conversion, in `dtype`. Arguments of forward:
 
-    documents  attention and positions restart at each document
-    past       keys and values of earlier tokens, for each block
+    documents  boundaries of documents, at which attention and positions restart; None: complete rows
+    past       key-value cache of each block, for generation; None: no cache
     """
 
-    base_model_prefix = "model"  # Hugging Face's attribute: layer groups may omit this prefix
+    base_model_prefix = "model"  # as in Hugging Face models; patterns of layer groups may omit this prefix
 
     def __init__(self, config: Model, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -216,5 +224,5 @@ class Llama(nn.Module):
     def forward(
         self, tokens: Tensor, documents: Documents | None = None, past: Sequence[KeyValues] | None = None
     ) -> Tensor:
-        # The head's own output instead of a view, since FSDP warns about views
+        # Flatten before the head, since FSDP warns if an output is a view
         return self.lm_head(self.model(tokens, documents, past).flatten(0, -2))

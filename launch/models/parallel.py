@@ -1,4 +1,4 @@
-"""Parallel styles of the model, checks of layer groups, and blocks as fused sequences of operations."""
+"""Layer groups that shard the decoder over tp, checks of the plan, attention backend, and fused blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launch.models.settings import Model
 
 
 def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:
-    """Layer groups that shard a Llama over tp. A run's own layer groups follow and may override them."""
+    """Return the layer groups that shard the decoder over tp. The layer groups of the config follow and may override them."""
     sp = sequence_parallel
     qkv, gate_up = "layers.*.self_attn.{q,k,v}_proj", "layers.*.mlp.{gate,up}_proj"
     head_norms = [LayerGroup("norms of heads", ["layers.*.self_attn.{q,k}_norm"], style="column")]
@@ -31,20 +31,20 @@ def fuse(model: Llama) -> None:
 
 
 def set_attention(model: Llama, choice: Choice) -> None:
-    """Let every block run attention by the chosen backend."""
+    """Set the attention backend of every block."""
     for block in model.model.layers:
         attention: Attention = block.self_attn  # type: ignore[assignment]
         attention.backend, attention.by_head = choice.backend, choice.by_head
 
 
 def set_context(model: Llama, context: Context) -> None:
-    """Restrict positions and attention to this rank's part of each sequence."""
+    """Restrict positions and attention to this cp rank's shard of each sequence."""
     for module in (model.model, *(block.self_attn for block in model.model.layers)):
         vars(module)["context"] = context
 
 
 def describe_fused(config: Model) -> list[str]:
-    """Lines of the plan about fused blocks."""
+    """Return the lines of the plan about fused blocks; empty unless `[model] fused` is set."""
     if not config.fused:
         return []
     return [
@@ -56,15 +56,15 @@ def describe_fused(config: Model) -> list[str]:
 
 
 def check_plan(plan: Plan, config: Model) -> None:
-    """Raise ValueError for layer groups that this model cannot run.
+    """Raise ValueError for styles or sequence_parallel of layer groups that this model cannot run.
 
-    The model does not split or join tokens inside, attention reads complete sequences, the loss reads vocabulary-sharded
-    logits, and fused blocks need matching groups of linears."""
+    All layers must agree on sequence_parallel, attention needs complete sequences, the loss needs logits that are sharded in
+    the vocabulary dimension, and fused blocks need q, k, v and gate, up as siblings."""
     if config.fused:
         _check_fused(plan)
     cut = next(row for row in plan.layers if row.name.endswith("o_proj")).sequence_parallel
     rows = [(row.name, row.style, row.sequence_parallel) for row in plan.layers]
-    # norms of heads read sharded features of complete sequences, also under sequence parallelism
+    # q_norm and k_norm read the heads of this rank and all tokens, even with sequence parallelism
     rows += [(other.name, other.style, other.sequence_parallel) for other in plan.others if not other.reads_cut]
     for name, style, on_shards in rows if plan.tp > 1 else ():
         if on_shards != cut:
@@ -86,7 +86,7 @@ def check_plan(plan: Plan, config: Model) -> None:
 
 
 def _check_fused(plan: Plan) -> None:
-    """Raise ValueError for linears that read the same x and are not one op."""
+    """Raise ValueError if q, k, v or gate, up of a block are not siblings."""
     for row in plan.layers:
         if row.name.endswith(("q_proj", "gate_proj")) and not row.siblings:
             raise ValueError(

@@ -1,12 +1,13 @@
 """Architecture of models of transformers, from a folder with config.json and *.safetensors.
 
-config.json     the model, on the meta device (`dlp.meta_model`), and the settings that checkpoints compare
-tp              layer groups from `base_model_tp_plan` of the model (`dlp.groups_for`); modules without a counterpart stay local
-blocks          `_no_split_modules`
-weights         fp32, streamed from the files into the shards of each rank (`dlp.load_pretrained`)
-activations     FSDP casts parameters to [train] dtype, also on one data-parallel rank: modules of transformers compute in the
-                dtype of their parameters
-dropout         not applied; the plan says so if config.json has some
+config.json     defines the model, constructed on the meta device (`dlp.meta_model`), and the settings that checkpoints compare
+tp              layer groups follow from `base_model_tp_plan` of the model (`dlp.tp_plan`); modules without an entry are not
+                sharded
+blocks          classes in `_no_split_modules` of the model
+weights         fp32, read from the files into the shards of each rank (`dlp.load_pretrained`)
+activations     FSDP casts parameters to [train] dtype, even with one data-parallel rank, because modules of transformers
+                compute in the dtype of their parameters
+dropout         not applied; the plan has a line about it if config.json sets a dropout probability
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ from launch.models.folder import check_folder
 from launch.models.settings import PretrainedModel
 from launch.settings.schema import ConfigError
 
-# Keys of config.json that define no parameters
+# Keys of config.json that may differ between checkpoint and run, since they do not affect parameters
 UNCOMPARED = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
 
 
 def _opened(folder: str) -> Any:
-    """The config of transformers of a folder. Raises ConfigError for an architecture that is not a causal language
-    model."""
+    """Return the config object of transformers for a folder. Raises ConfigError if the model is not a causal language model."""
     kind = check_folder(folder)["model_type"]
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -59,8 +59,11 @@ def _opened(folder: str) -> Any:
 
 @functools.cache
 def _sizes_of(folder: str, content: str) -> tuple[tuple[str, ...], int, int]:
-    """Names of the blocks; parameters that a token is multiplied with; features of all query heads times blocks. `content`:
-    settings of config.json, for which the result is kept."""
+    """Return the names of the blocks, the number of matmul parameters per token (of experts only the chosen ones), and number
+    of blocks x query heads x head_dim.
+
+    content: text of config.json, so that the cached result is not used after a change of the file.
+    """
     model: Any = meta_model(folder)
     config = _text(_opened(folder))
     names = tuple(named_blocks(model))
@@ -69,7 +72,7 @@ def _sizes_of(folder: str, content: str) -> tuple[tuple[str, ...], int, int]:
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     chosen = getattr(config, "num_experts_per_tok", 1)
-    read = chosen / experts if experts else 1  # share of the experts' weights that a token is multiplied with
+    read = chosen / experts if experts else 1  # share of the experts that a token is routed to
     matmul = 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or id(parameter) in embeddings:
@@ -78,7 +81,7 @@ def _sizes_of(folder: str, content: str) -> tuple[tuple[str, ...], int, int]:
         matmul += parameter.numel() * (read if routed else 1)
     head = model.get_output_embeddings()
     if head is not None and id(head.weight) in embeddings:
-        matmul += head.weight.numel()  # tied: multiplied once as the head
+        matmul += head.weight.numel()  # a tied weight counts as the head, not as the embedding
     heads = getattr(config, "num_attention_heads", 0)
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     return names, int(matmul), int(len(names) * heads * size)
@@ -89,7 +92,7 @@ def _text(config: Any) -> Any:
 
 
 class Pretrained(Architecture):
-    """Architecture of a folder of transformers."""
+    """Architecture of a model of transformers in a folder; see `Architecture` for the methods."""
 
     fsdp_casts = True
     cuts_logits = False
@@ -100,7 +103,7 @@ class Pretrained(Architecture):
 
     @property
     def config(self) -> Any:
-        """Config of transformers."""
+        """Config object of transformers for the folder."""
         return _opened(self.folder)
 
     @property
@@ -135,7 +138,7 @@ class Pretrained(Architecture):
         return 6.0 * matmul + 12.0 * q_size * sequence
 
     def meta(self, dtype: torch.dtype) -> nn.Module:
-        """`dtype` is not used: FSDP casts fp32 parameters."""
+        """Return the model on the meta device. `dtype` is not used: FSDP casts the fp32 parameters."""
         model: Any = meta_model(self.folder)
         model.config.use_cache = False
         return model.eval()
@@ -170,12 +173,12 @@ class Pretrained(Architecture):
         return ["", *lines]
 
     def prepare(self, model: nn.Module, attention: Choice) -> None:
-        """Nothing to set up: the modules choose their attention."""
+        """Do nothing: the modules of transformers choose their attention backend."""
 
     def allocate(self, model: nn.Module, device: torch.device) -> None:
         allocate(model, device)
         if any(name in model.state_dict() for name, _ in model.named_buffers()):
-            self.initialize(model, 0)  # checkpoints contain parameters; the values of buffers are in the folder
+            self.initialize(model, 0)  # a checkpoint has only parameters; the values of buffers come from the folder
 
     def initialize(self, model: nn.Module, seed: int) -> None:
         load_pretrained(model, self.folder)
@@ -191,7 +194,7 @@ class Pretrained(Architecture):
 
 
 def dropouts(config: Any) -> dict[str, float]:
-    """Return the probabilities of dropout in a config of transformers that are not 0, by name."""
+    """Return the nonzero dropout probabilities in a config of transformers, by name."""
     return {
         name: value for name, value in _text(config).to_dict().items()
         if ("drop" in name) and isinstance(value, float) and value > 0

@@ -1,10 +1,11 @@
 """Rotary embeddings (Su et al., arXiv 2104.09864) and their scalings for longer contexts.
 
-A scaling is the table of Hugging Face's config.json (`rope_scaling`), whose `rope_type` names a row of `FREQUENCIES`:
+A scaling is the table `rope_scaling` of Hugging Face's config.json; its `rope_type` is a key of `FREQUENCIES`:
 
-    linear   every frequency divided by `factor`                                                  (arXiv 2306.15595)
-    llama3   waves longer than the original context divided, short waves kept, a ramp between      (arXiv 2407.21783)
-    yarn     like llama3 with the ramp over dimensions, and cosines and sines scaled                 (arXiv 2309.00071)
+    linear   all frequencies are divided by `factor`                                                  (arXiv 2306.15595)
+    llama3   low frequencies are divided by `factor`, high frequencies are unchanged, with a linear
+             transition in the number of turns within the original context                            (arXiv 2407.21783)
+    yarn     as llama3, with the transition linear in the dimension; cosines and sines are scaled     (arXiv 2309.00071)
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Scaling = Mapping[str, Any]
 def rotary_table(
     positions: Tensor, head_dim: int, theta: float, scaling: Scaling | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return cos, sin [S, head_dim] fp32 of positions [S], in Hugging Face's half-split order."""
+    """Return (cos, sin), fp32 [S, head_dim] each, for positions [S]. As in Hugging Face, element i of a head is rotated with
+    element i + head_dim / 2."""
     dims = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     frequencies, scale = theta ** -(dims / head_dim), 1.0
     if scaling is not None:
@@ -33,7 +35,7 @@ def rotary_table(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, heads, S, head_dim] by position; cos, sin [S, head_dim] or [B, 1, S, head_dim]."""
+    """Rotate x [B, heads, S, head_dim] by the angles of `rotary_table`; cos, sin: [S, head_dim] or [B, 1, S, head_dim]."""
     half = x.shape[-1] // 2
     turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cos.to(x.dtype) + turned * sin.to(x.dtype)
@@ -44,7 +46,9 @@ def _linear(frequencies: Tensor, theta: float, scaling: Scaling) -> tuple[Tensor
 
 
 def _llama3(frequencies: Tensor, theta: float, scaling: Scaling) -> tuple[Tensor, float]:
-    turns = frequencies * scaling["original_max_position_embeddings"] / (2 * math.pi)  # within the original context
+    turns = (
+        frequencies * scaling["original_max_position_embeddings"] / (2 * math.pi)
+    )  # turns within the original context
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling["factor"]), 1.0
@@ -64,7 +68,7 @@ def _yarn(frequencies: Tensor, theta: float, scaling: Scaling) -> tuple[Tensor, 
     return frequencies * (kept + (1 - kept) / factor), scale
 
 
-# The frequencies of a scaling, and the factor of cosines and sines
+# rope_type -> function (frequencies, theta, scaling) that returns the scaled frequencies and the factor of cosines and sines
 FREQUENCIES: dict[str, Callable[[Tensor, float, Scaling], tuple[Tensor, float]]] = {
     "linear": _linear,
     "llama3": _llama3,

@@ -1,4 +1,4 @@
-"""Tables of settings that scale rotary embeddings, as `rope_scaling` of Hugging Face's config.json; without torch."""
+"""Keys of the table `rope_scaling` in Hugging Face's config.json and in `[model]`. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCALINGS: dict[str, tuple[set[str], set[str]]] = {
 
 
 def is_scaling(value: Any) -> bool:
-    """Return whether a table has a known rope_type and numbers > 0 for the keys of this type."""
+    """Return whether a table has a known rope_type, all required and no unknown keys of this type, and only numbers > 0."""
     kind = value.get("rope_type")
     if kind not in SCALINGS:
         return False

@@ -8,7 +8,7 @@ from launch.models.rope_scaling import SCALINGS, is_scaling
 from launch.settings.schema import Rule, Section, choice, flag, integer, number, setting, text
 
 SCALING = Rule(
-    "a table { rope_type = " + " or ".join(f'"{kind}"' for kind in SCALINGS) + ", and its numbers }",
+    "a table { rope_type = " + " or ".join(f'"{kind}"' for kind in SCALINGS) + ", and the numbers of this type }",
     (dict,),
     is_scaling,
 )
@@ -16,7 +16,7 @@ SCALING = Rule(
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedModel(Section):
-    """Model of transformers in place of the sizes of a family: `folder` excludes all other keys of `[model]`."""
+    """Model of transformers. If `folder` is set, all other keys of `[model]` must be left out."""
 
     folder: str = setting(
         text("a folder"),

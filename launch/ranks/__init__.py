@@ -1,1 +1,1 @@
-"""Ranks and processes: objects exchanged between ranks, links, hang detection, how a process ends."""
+"""Ranks and processes: exchange of Python objects, speeds of links, detection of hangs, exit of a process."""

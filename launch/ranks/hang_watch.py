@@ -1,15 +1,15 @@
-"""Detection of hanging ranks: the run ends with a report of where each rank is.
+"""Detect hangs: if no rank makes progress, the run ends with a report of the place of each rank.
 
-A thread of each rank records once a second where the rank is (completed steps, last layer, innermost Python frame of the main
-thread) and shares the record through the store of the run. The training thread only stores the name of the layer, and the
-thread runs while the training thread waits in a collective. The record of a stopped process is no longer updated.
+The place of a rank is the number of completed steps, the last layer, and the innermost Python frame of the main thread. On each
+rank a watch thread writes the place into the store of the run once a second, also while the main thread waits in a collective.
+The entry of a stopped process is no longer updated.
 
-A run hangs when every rank has made no progress for longer than `Place.patience` allows at its place: if one rank makes
-progress, or compiles, the other ranks may be waiting for that rank. With mapped memory (`dlp.comm.mapped`) the report also
-says which rank waits for which peer.
+A run hangs if every rank has stayed at one place for longer than `Place.patience`. One rank without progress is not enough: it
+may be waiting for a rank that makes progress or compiles. With mapped memory (`dlp.comm.mapped`) the report also states which
+rank waits for which peer.
 
-Times are wall-clock times, which hosts share. After a jump of the clock (clock set, process or machine suspended) a rank
-starts counting again.
+Times are wall-clock times, since ranks on several hosts compare them. After a jump of the clock (clock set, process or machine
+suspended) a rank starts counting again.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ import torch.distributed as dist
 
 from dlp.comm.watch import READING, frame_of_main, within
 
-SLOW = 6.0  # factor of the allowed time in slow phases
-OF_A_STEP = 3.0  # multiple of previous steps that a step may take without visible progress
-LATE = 5.0  # seconds between two looks after which the clock must have jumped
-# Time of the last progress, and of this record; allowed time; place; the peers that wait for each other.
+SLOW = 6.0  # factor by which the allowed time is longer at slow places
+OF_A_STEP = 3.0  # allowed time without progress, as a multiple of the duration of the previous step
+LATE = 5.0  # seconds between two calls of `look` from which on a jump of the clock is assumed
+# Entry of a rank in the store: time of the last progress, time of the entry, allowed seconds, place, waits for peers.
 Told = tuple[float, float, float, str, str]
 
 
 class Place(NamedTuple):
     """Place of a rank in the program.
 
-    slow   the rank may stand still here, for example during compilation or while writing a file
-    step   duration of the previous step in seconds; the host may wait for the device that long
+    text   description for the report
+    slow   whether work without visible progress is normal here, for example compilation or writing a file
+    step   duration of the previous step in seconds; the host may wait that long for the device
     """
 
     text: str
@@ -49,11 +50,11 @@ class Place(NamedTuple):
 class HangWatch:
     """Thread that detects hangs.
 
-    after   seconds that a rank may stand still in a step
-    where   called once a second, returns the place of this rank
-    end     called once, on the thread, with a line for each rank
-    waits   called when this rank has stood still for too long, returns which peer this rank waits for
-    store   store shared by all ranks, without another user at the same time
+    store   store of all ranks, through a connection that no other thread uses
+    after   allowed seconds without progress in a step, `[run] hang_after`
+    where   function that returns the place of this rank; called once a second
+    end     function that ends the process; called in the watch thread with one line per rank
+    waits   function that returns lines about the peers that this rank waits for; called after `after` seconds without progress
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class HangWatch:
         waits: Callable[[], list[str]] = list,
     ) -> None:  # fmt: skip
         self.store, self.after, self.where, self.end, self.waits = store, after, where, end, waits
-        self._waits: str | None = None  # the last record shared while this rank made no progress
+        self._waits: str | None = None  # lines of `waits`, joined; None while this rank makes progress
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="hang-watch")
         self._over = threading.Event()
@@ -72,7 +73,7 @@ class HangWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. If the interpreter ended while the thread is inside the C++ store, the process would abort."""
+        """End the thread. The process would abort if the interpreter ended while the thread is inside the C++ store."""
         self._over.set()
         self._thread.join()
 
@@ -80,13 +81,13 @@ class HangWatch:
         try:
             while (told := self.look()) is None and not self._over.wait(min(1.0, self.after / 5)):
                 pass
-        except dist.DistError:  # the store has closed, and torchrun has ended
+        except dist.DistError:  # the store is closed because torchrun has ended
             return
         if told is not None:
             self.end(told)
 
     def look(self) -> list[str] | None:
-        """Share the place of this rank; return a line for each rank if all ranks have stood still for too long."""
+        """Write the place of this rank into the store. Returns one line per rank if the run hangs, else None."""
         frame, instruction = frame_of_main()
         where, now = self.where(), time.time()
         text, patience = f"{where.text}, in {frame}", where.patience(self.after)
@@ -99,7 +100,9 @@ class HangWatch:
             self._waits = "".join(f"; {said}" for said in within(READING, self.waits))
         self._looked = time.time()
         self.store.set(f"hang/{self.rank}", json.dumps((self._moved, self._looked, patience, text, self._waits or "")))
-        if not (stands and asked):  # other ranks also report their waits before one rank collects the reports
+        if not (
+            stands and asked
+        ):  # entries are collected one call later, when other ranks have written their waits, too
             return None
         told = [self._told(rank) for rank in range(self.world)]
         now = time.time()
@@ -117,7 +120,7 @@ class HangWatch:
 
 def _said(told: Told | None, now: float) -> str:
     if told is None:
-        return "never heard of"
+        return "no report"
     moved, when, _, text, waits = told
     silent = f"; no report for {now - when:.0f} s" if now - when > 5 else ""
     return f"{text}, for {now - moved:.0f} s{silent}{waits}"

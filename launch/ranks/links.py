@@ -1,7 +1,8 @@
-"""Nominal speeds of links between ranks, for the seconds in a plan: one direction, per GPU, as vendors state.
+"""Nominal speeds of links between ranks, from which a plan computes seconds: bytes per second that one GPU sends, as vendors
+state. Nothing is measured.
 
-tp is the innermost axis of the mesh. A group whose ranks lie within one host of 8 GPUs uses NVLink; any other group is as slow
-as the network between hosts. Nothing is measured on this machine.
+tp is the innermost axis of the mesh. A group whose ranks are in one host of 8 GPUs uses NVLink; any other group has the speed
+of the network between hosts.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from math import gcd, prod
 from dlp.comm.mesh import AXES_WITH_CP, CP, DP_REPLICATE, FLATTENED, MAPPED, NCCL, TP, ParallelDims
 from launch.common.units import said_bytes, said_seconds
 
-HOST = 8  # number of GPUs connected by NVLink
-OWN = {"layer": "launch", "purpose": "other"}  # layer name in ledgers of the launcher's own transfers
+HOST = 8  # number of GPUs in a host, connected by NVLink
+OWN = {"layer": "launch", "purpose": "other"}  # labels in the ledger of transfers that the launcher itself starts
 
 
 @dataclass(frozen=True)
 class Link:
-    """Link between ranks. `speed`: bytes per second that a rank sends."""
+    """Link between ranks. `speed`: bytes per second that one rank can send."""
 
     name: str
     speed: float
@@ -43,7 +44,7 @@ def link_of(group: str, dims: ParallelDims, device: str) -> Link:
 
 
 def leaves_host(group: str, dims: ParallelDims, host: int = HOST) -> bool:
-    """Return whether a group of ranks spans several hosts of `host` GPUs."""
+    """Return whether a group of ranks spans several hosts of `host` GPUs. `group`: see `link_of`."""
     outermost = FLATTENED.get(group, (group,))[0]
     axes = AXES_WITH_CP
     inner = axes[axes.index(outermost) :] if outermost in axes else axes
@@ -51,19 +52,18 @@ def leaves_host(group: str, dims: ParallelDims, host: int = HOST) -> bool:
 
 
 def transport_name(asked: str, dims: ParallelDims, device: str) -> str:
-    """Return the carrier of transfers over tp for `[mesh] transport = asked`: "gloo", "nccl" or "mapped". Raises
-    ValueError for "mapped" over several hosts."""
+    """Return the transport over tp for `[mesh] transport = asked`: "gloo", "nccl" or "mapped". Raises ValueError if "mapped" is
+    set and tp spans several hosts."""
     if asked == MAPPED and leaves_host(TP, dims):
         raise ValueError(
             f"[mesh] transport = 'mapped': a tp group of {dims.tp} ranks spans several hosts of {HOST} GPUs, and only "
-            f"GPUs of one "
-            f"host map each other's memory; set transport = 'auto', or a tp that divides {HOST}"
+            f"GPUs of one host map each other's memory; set transport = 'auto', or a tp that divides {HOST}"
         )
     return "gloo" if device == "cpu" else NCCL if asked == NCCL or leaves_host(TP, dims) else MAPPED
 
 
 def describe_transports(asked: str, dims: ParallelDims, device: str) -> list[str]:
-    """Return the lines of the plan on the carrier of each axis, with the reason."""
+    """Return the line of the plan about the transport of each mesh axis, with the reason; empty for one rank."""
     backend, said = "gloo" if device == "cpu" else "NCCL", []
     if dims.tp > 1 and transport_name(asked, dims, device) == MAPPED:
         said.append(f"tp {dims.tp}: mapped memory (all ranks on one host; needs peer access between the GPUs)")
@@ -76,7 +76,7 @@ def describe_transports(asked: str, dims: ParallelDims, device: str) -> list[str
 
 
 def slow_tp(dims: ParallelDims, device: str, nbytes: float, host: int = HOST) -> list[str]:
-    """Return a warning if tp spans several hosts. `nbytes`: bytes that a rank sends over tp in a step."""
+    """Return a warning if tp spans several hosts, else an empty list. `nbytes`: bytes that a rank sends over tp per step."""
     if device == "cpu" or not leaves_host(TP, dims, host):
         return []
     fast, least = NVLINK.get(device), gcd(dims.tp, host)

@@ -1,7 +1,7 @@
-"""Rendezvous of torchrun and the ranks of one host through a store that listens on loopback only.
+"""Rendezvous backend of torchrun for one host, with a store that listens only on 127.0.0.1.
 
-The stores of torchrun listen on every interface, also with --standalone; anyone who reaches the port can read and write what
-ranks exchange. This store listens on 127.0.0.1. `--rdzv-backend=loopback` selects the store after `meet_on_loopback()`.
+The stores of torchrun listen on every interface, even with --standalone: any process that reaches the port can read and write
+the data that ranks exchange. After `meet_on_loopback()`, `--rdzv-backend=loopback` selects this backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BACKEND, HOST = "loopback", "127.0.0.1"
 
 
 class Loopback(RendezvousHandler):
-    """Rendezvous of a single agent; ranks are clients of its store."""
+    """Rendezvous handler for a single torchrun agent. The agent hosts the store, and the ranks connect to it."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -60,8 +60,8 @@ class Loopback(RendezvousHandler):
 
 
 def meet_on_loopback() -> None:
-    """Register the rendezvous backend in this process, and make gloo of the started ranks listen on loopback unless an
-    interface is set."""
+    """Register the backend in this process, and make gloo in the started ranks use the loopback interface unless
+    GLOO_SOCKET_IFNAME is set."""
     rendezvous_handler_registry.register(BACKEND, _create)
     interfaces = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if interfaces:

@@ -1,11 +1,11 @@
-"""End of a rank's process other than at the end of the run.
+"""Exit of a rank before the end of the run.
 
-SIGTERM         sets a flag; ranks agree on the flag in the metrics reduction of a step, save together and exit 0
-a refusal       an error that all ranks know (a setting, a checkpoint, a NaN), printed as one sentence by rank 0
-an exception    traceback and immediate exit: an orderly exit of the process group may wait for a dead peer
-a dead peer     torchrun sends SIGTERM to the surviving ranks, which can no longer agree on anything and may be inside a
-                collective, where Python runs no handlers. A thread watches the wake-up pipe of the signal and ends the
-                process if no step boundary follows within `patience` seconds; time for saving is not counted
+SIGTERM       The handler sets a flag. Ranks exchange the flag with the metrics of a step, save together and exit with code 0.
+refusal       Error that a user can correct (a setting, a checkpoint), or that all ranks detect (NaN). Rank 0 prints a sentence.
+exception     Traceback and immediate exit. An orderly exit of the process group could wait for a dead peer.
+dead peer     torchrun sends SIGTERM to the other ranks. They may be blocked in a collective, where Python runs no signal
+              handlers, so a thread watches the wake-up pipe of the signal. It ends the process if no step boundary follows
+              within `patience` seconds; time for saving is not counted.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-PATIENCE = 20.0  # seconds; torchrun kills ranks after 30 s
-RANK_0_FIRST = 5.0  # seconds
+PATIENCE = 20.0  # seconds from SIGTERM to the next step boundary; torchrun kills ranks after 30 s
+RANK_0_FIRST = 5.0  # seconds that other ranks wait before they print, so that usually only rank 0 prints
 REFUSED = "refused"  # key that marks an error file of `tell_torchrun`
-CAUSE_FIRST = 2.0  # seconds; torchrun orders failures by whole seconds
+CAUSE_FIRST = 2.0  # seconds that a rank waits after the loss of a peer; torchrun orders failures by whole seconds
 
 
 class StopFlag:
-    """Flag that a SIGTERM sets, once `watch()` was called. Call `beat()` at every step boundary and after every save.
-    `waits`: function that returns which peer this rank waits for in mapped memory, called if no step boundary follows a
-    SIGTERM."""
+    """Flag `requested`, which SIGTERM sets after `watch()` was called. Call `beat()` at every step boundary.
+
+    patience: seconds from SIGTERM to the next step boundary, after which the process ends. waits: function that returns lines
+    about the peers that this rank waits for in mapped memory, for the message of that exit.
+    """
 
     def __init__(self, patience: float = PATIENCE, waits: Callable[[], list[str]] = list) -> None:
         self.requested = False
-        self.signalled = False  # wakes the watching thread even while the main thread waits in a collective
+        self.signalled = False  # set by the watch thread, even while the main thread is blocked in a collective
         self._patience, self._waits = patience, waits
         self._beat, self._saving = time.monotonic(), False
 
@@ -46,7 +48,7 @@ class StopFlag:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context of a save, whose duration does not count after a SIGTERM."""
+        """Return a context for saving a checkpoint; time in this context does not count as patience."""
         self._saving = True
         try:
             yield
@@ -55,7 +57,7 @@ class StopFlag:
             self._saving = False
 
     def watch(self) -> None:
-        """Install the handler of SIGTERM, and let Ctrl-C end the process without a traceback. Call once, on the main thread."""
+        """Install the handler of SIGTERM; make Ctrl-C end the process without a traceback. Call once, in the main thread."""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -79,10 +81,10 @@ class StopFlag:
 
 
 def refuse(sentence: str, code: int = 1) -> NoReturn:
-    """End a run that cannot continue, with this exit code.
+    """Print `sentence`, the reason why the run cannot continue, and exit with `code`.
 
-    Rank 0 prints the sentence, and torchrun then ends the other ranks. If rank 0 does not know the reason, the other ranks
-    print the sentence after a few seconds. The report of torchrun ends with the sentence, too (`tell_torchrun`).
+    Rank 0 prints at once, and torchrun then ends the other ranks. Another rank that calls this prints after `RANK_0_FIRST`
+    seconds, if it still runs. The failure report of torchrun contains the sentence, too (`tell_torchrun`).
     """
     rank = int(os.environ.get("RANK", 0))
     if rank:
@@ -95,7 +97,7 @@ def refuse(sentence: str, code: int = 1) -> NoReturn:
 
 
 def tell_torchrun(sentence: str) -> None:
-    """Write the error file from which torchrun reads the cause of a failure, if torchrun started this rank."""
+    """Write `sentence` into the error file from which torchrun reads the cause of a failure; do nothing without torchrun."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with contextlib.suppress(OSError):
@@ -103,12 +105,13 @@ def tell_torchrun(sentence: str) -> None:
 
 
 def is_refusal(report: Mapping[str, Any]) -> bool:
-    """Return whether an error file was written by `tell_torchrun`, so that rank 0 has printed the sentence already."""
+    """Return whether `report`, the content of an error file, is from `tell_torchrun`: then a rank has printed the sentence."""
     return bool(report.get(REFUSED))
 
 
 def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:
-    """End a hanging run from a thread. Rank 0 prints where all ranks are; if rank 0 cannot, another rank does."""
+    """End a hanging run, called in the watch thread of `HangWatch`. Rank 0 prints the lines `told`, one per rank; the other
+    ranks print after `RANK_0_FIRST` seconds if they still run."""
     rank = int(os.environ.get("RANK", 0))
     deadline = time.monotonic() + RANK_0_FIRST
     while rank and time.monotonic() < deadline:
@@ -125,7 +128,7 @@ def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:
 
 
 def leave_behind(reason: str) -> NoReturn:
-    """End this rank after the loss of a peer, once torchrun has recorded the end of the peer as the first failure."""
+    """Exit after the loss of a peer. Waits first, so that torchrun records the exit of the peer as the first failure."""
     time.sleep(CAUSE_FIRST)
     print(
         f"rank {os.environ.get('RANK', 0)}: lost a peer; see the peer's error for the cause ({reason})", file=sys.stderr
@@ -134,8 +137,8 @@ def leave_behind(reason: str) -> NoReturn:
 
 
 def leave_after_exceptions() -> None:
-    """Make uncaught exceptions end the process immediately after the traceback. Call after the process group exists,
-    because torch installs a hook that adds the rank."""
+    """Make the process exit immediately after the traceback of an uncaught exception. Call after the process group was
+    created: torch then installs the hook that adds the rank to a traceback."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -146,7 +149,7 @@ def leave_after_exceptions() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit without destructors, which may wait for other ranks."""
+    """Flush the output and exit without destructors, since destructors may wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Exchange of Python objects between all ranks of a run. A process without a process group is the only rank."""
+"""Exchange Python objects between all ranks of a run. Without a process group the process is the only rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def from_rank_0(make: Callable[[], T], group: ProcessGroup | None = None) -> T:
-    """Return the result of `make` on rank 0 on all ranks. A ValueError, OSError or RuntimeError of rank 0 is raised on all
-    ranks."""
+    """Call `make` on rank 0, and return the result on all ranks. If `make` raises ValueError, OSError or RuntimeError, all
+    ranks raise this error."""
     if not dist.is_initialized():
         return make()
     box: list[Any] = [None, None]
@@ -31,7 +31,7 @@ def from_rank_0(make: Callable[[], T], group: ProcessGroup | None = None) -> T:
 
 
 def from_all(mine: T, group: ProcessGroup | None = None) -> list[T]:
-    """Return the values of all ranks, in the order of ranks."""
+    """Return the value `mine` of each rank, in the order of ranks."""
     if not dist.is_initialized():
         return [mine]
     values: list[Any] = [None] * dist.get_world_size()

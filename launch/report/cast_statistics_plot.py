@@ -1,7 +1,7 @@
-"""Plots of cast statistics of a run: a column for each of x, w and dy, a row for each number.
+"""Plot the cast statistics of a run: one column of panels for each of x, w and dy, one row for each statistic.
 
-Lines are layers, from dark to light in the order of the model; the columnwise cast of an operand with two casts is dashed.
-Steps of recipe changes are marked.
+Each layer is a line; colors go from dark to light in the order of the model. If an operand is cast twice, the line of the
+columnwise cast is dashed. Vertical lines mark recipe changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 OPERANDS = ("x", "w", "dy")
-NUMBERS = {  # name in the metrics -> axis label and scale of the axis
+NUMBERS = {  # name of a statistic in metrics.jsonl -> (label, scale) of its axis
     "sqnr_db": ("SQNR, dB", "linear"),
     "underflow": ("underflow, share", "linear"),
     "saturation": ("saturation, share", "linear"),
@@ -25,7 +25,8 @@ NUMBERS = {  # name in the metrics -> axis label and scale of the axis
 
 
 def write_stats(records: Sequence[dict[str, Any]], title: str, out: Path) -> None:
-    """Draw the records of a metrics file into a PNG. Raises ValueError for records without statistics."""
+    """Draw the cast statistics in the records of a metrics file into the PNG file `out`. Raises ValueError if there are
+    none."""
     measured = [record for record in records if "stats" in record]
     names = list(dict.fromkeys(name for record in measured for name in record["stats"]))
     if not names:
@@ -56,7 +57,7 @@ def parts_of(name: str) -> tuple[str, str, str]:
 
 
 def draw(axes: Axes, measured: Sequence[dict[str, Any]], names: Sequence[str], number: str, operand: str) -> None:
-    """Draw one number of one operand of all layers."""
+    """Draw one statistic of one operand, with a line per layer."""
     layers = list(dict.fromkeys(parts_of(name)[0] for name in names))
     for name in names:
         layer, of, way = parts_of(name)
@@ -72,7 +73,7 @@ def draw(axes: Axes, measured: Sequence[dict[str, Any]], names: Sequence[str], n
 
 
 def mark_swaps(axes: Axes, records: Sequence[dict[str, Any]], text: bool = False) -> None:
-    """Draw a line at each recipe change; `text`: with the name of the recipe, on the side of the frame with more room."""
+    """Draw a vertical line at each recipe change; with `text`, write the new recipe on the side of the line with more room."""
     steps = [record["step"] for record in records]
     for record in records:
         if "swap" in record:

@@ -1,12 +1,12 @@
-"""Exposed communication of one profiled step: time during which transfers ran and no computation ran.
+"""Measure the exposed communication of one profiled step: the time in which transfers run, but no computation.
 
     transfers      ███████      ████
     computation  ████    ██████████████
     exposed          ████
 
-`[train] profile = N` profiles step N of a run and writes the numbers with the metrics, beside a trace for chrome://tracing or
-Perfetto. On GPUs transfers are NCCL's kernels and copies between devices, on CPUs gloo's operations. Profiling slows the step
-down, mainly on the host; therefore the duration of the step is reported too.
+`[train] profile = N` profiles step N of a run, and writes the times into metrics.jsonl and a trace for chrome://tracing or
+Perfetto. On GPUs transfers are NCCL kernels and copies between devices, on CPUs operations of gloo. Profiling slows the step
+down, mainly on the host; the duration of the profiled step is therefore reported as well.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import profiler
 
 T = TypeVar("T")
 Span = tuple[float, float]
-TRANSFERS = ("nccl", "gloo:", "memcpy ptop", "memcpy peer")
-# Copies and waits on CPU ranks, which are not kernels
+TRANSFERS = ("nccl", "gloo:", "memcpy ptop", "memcpy peer")  # prefixes of the names of transfers, in lower case
+# ATen operators on CPU ranks that only copy or wait, and do not count as computation
 NO_WORK = (
     "aten::to",
     "aten::item",
@@ -31,7 +31,7 @@ NO_WORK = (
 
 
 class Activity(NamedTuple):
-    """Activity from `start` to `end`, in microseconds."""
+    """Kernel, copy or operator that ran from `start` to `end`, in microseconds."""
 
     name: str
     start: float
@@ -40,8 +40,12 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True)
 class Exposure:
-    """Milliseconds of one profiled step on this rank: the complete step, transfers, and transfers without simultaneous
-    computation."""
+    """Times of one profiled step on this rank, in milliseconds.
+
+    step        duration of the step
+    transfers   time in which at least one transfer ran
+    exposed     time in which a transfer, but no computation ran
+    """
 
     step: float
     transfers: float
@@ -49,7 +53,7 @@ class Exposure:
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Merge spans into disjoint spans, in order."""
+    """Merge overlapping spans; return disjoint spans, sorted by start."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -64,7 +68,7 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def common(a: Sequence[Span], b: Sequence[Span]) -> float:
-    """Return the time that two results of `union` have in common."""
+    """Return the length of the intersection of two lists of disjoint, sorted spans."""
     i = j = 0
     total = 0.0
     while i < len(a) and j < len(b):
@@ -74,7 +78,7 @@ def common(a: Sequence[Span], b: Sequence[Span]) -> float:
 
 
 def exposure(activities: Iterable[Activity]) -> Exposure:
-    """Return the exposure of the activities of one step."""
+    """Compute the exposed communication from the activities of one step."""
     spans: dict[bool, list[Span]] = {True: [], False: []}
     for name, start, end in activities:
         spans[name.lower().startswith(TRANSFERS)].append((start, end))
@@ -86,7 +90,8 @@ def exposure(activities: Iterable[Activity]) -> Exposure:
 
 
 def profiled(run: Callable[[], T], device: torch.device, trace: Path) -> tuple[T, Exposure]:
-    """Run a step under the profiler of torch, wait for the step, and write the trace."""
+    """Call `run` under torch's profiler, wait for the device, and write the trace to `trace`. Returns the result of `run`, and
+    the times."""
     on_device = device.type == "cuda"
     kinds = [profiler.ProfilerActivity.CPU] + [profiler.ProfilerActivity.CUDA] * on_device
     with profiler.profile(activities=kinds) as record:

@@ -1,10 +1,10 @@
-"""Further outputs of the metrics of a run: a CSV file, TensorBoard, Weights & Biases.
+"""Outputs of the metrics in addition to metrics.jsonl, `[run] metrics`: a CSV file, TensorBoard, Weights & Biases.
 
     record   {"step": 7, "loss": 2.1, "split": {"forward": 0.2}}     line of metrics.jsonl
     scalars  {"loss": 2.1, "split/forward": 0.2}                     values for TensorBoard and wandb
 
-Each sink is a class with `write(record)` and `close()`, constructed when a run begins or resumes after `step`: values of an
-earlier run beyond this step are removed.
+A sink is constructed when a run starts or resumes after `step`. CSV and TensorBoard then drop the values of later steps, from
+an earlier continuation of the run.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ COLUMNS = (
     "step", "loss", "validation_loss", "gradient_norm", "lr", "skipped", "tokens_per_second", "model_flops_per_second",
     "mfu", "seconds", "peak_memory_bytes",
 )  # fmt: skip
-PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # name of a sink -> package that it needs
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}  # name of a sink -> module that it imports
 Record = Mapping[str, Any]
 
 
 class Sink(Protocol):
+    """Output of metrics; `write` is called for each record."""
+
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
 
 def scalars(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a record by name; names inside a table follow a slash."""
+    """Yield (name, value) for each number in a record except the step; names in nested tables are joined by "/"."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{prefix}{name}/")
@@ -41,7 +43,7 @@ def scalars(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 class CsvSink:
-    """Sink that writes metrics.csv: a row for each record with one of `COLUMNS`; missing values are empty."""
+    """Sink that writes metrics.csv: one row for each record with a value for one of `COLUMNS`; missing values are empty."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._file = (folder / "metrics.csv").open("w", newline="", encoding="utf-8", buffering=1)
@@ -74,7 +76,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Sink for Weights & Biases, which takes project and mode from its environment variables."""
+    """Sink for Weights & Biases. The package reads project and mode from environment variables (WANDB_PROJECT, ...)."""
 
     def __init__(self, folder: Path, step: int) -> None:
         package = need(PACKAGES["wandb"], "wandb", "[run] metrics: wandb")
@@ -92,7 +94,7 @@ SINKS: dict[str, Callable[[Path, int], Sink]] = {"csv": CsvSink, "tensorboard": 
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise ValueError for a sink whose package is not installed."""
+    """Raise ValueError if the package of one of the named sinks is not installed."""
     for name in names:
         if name in PACKAGES:
             need(PACKAGES[name], name, f"[run] metrics: {name}")

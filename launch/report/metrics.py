@@ -1,7 +1,7 @@
-"""Metrics of a run: model FLOPs, peak FLOPs of a device, memory; progress display and metrics.jsonl.
+"""Peak FLOP/s and peak memory of a device, the file metrics.jsonl, and the display of progress.
 
-`metrics.jsonl` has one JSON object per line, each with "step". `Progress` shows the steps on rank 0: a bar on a terminal, plain
-lines in a log file or a pipe. Print through `tell` while a bar may be shown.
+`metrics.jsonl` has one JSON object per line, each with the key "step". `Progress` shows the steps on rank 0: a bar on a
+terminal, plain lines in a log file or a pipe. While a bar may be shown, print by `tell`.
 """
 
 import errno
@@ -21,18 +21,18 @@ from launch.common.devices import BOARDS, board_of
 
 
 def peak_of(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a device name, or None for an unknown name."""
+    """Return the peak dense bf16 FLOP/s for a device name of torch; None for an unknown device."""
     board = BOARDS.get(board_of(device_name))
     return None if board is None else board.bf16_peak
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 FLOP/s of this device, or None if unknown, as for CPUs; MFU is then "n/a"."""
+    """Return the peak dense bf16 FLOP/s of a device; None for CPUs and unknown GPUs, for which MFU is "n/a"."""
     return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the largest number of bytes that this process has allocated on its GPU; on a CPU, the largest resident size."""
+    """Return the peak of allocated GPU memory of this process in bytes; on a CPU, the peak resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -40,12 +40,12 @@ def peak_memory(device: torch.device) -> int:
 
 
 class MetricsError(ValueError):
-    """Error for a metrics file with a line that is not a record."""
+    """Error for a line of metrics.jsonl that is not a JSON object with a step."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, without an incomplete last line of a killed run. MetricsError for any other
-    line that is not a record."""
+    """Return the records of metrics.jsonl. An incomplete last line, which a killed run may leave, is ignored. Raises
+    MetricsError for any other invalid line."""
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return [_record(path, number, line) for number, line in enumerate(lines, start=1)]
 
@@ -61,7 +61,7 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def append(path: Path, text: str) -> None:
-    """Append lines to a file. After an OSError, such as a full disk, the file is unchanged."""
+    """Append `text` to a file. If writing fails, for example on a full disk, raise OSError and leave the file unchanged."""
     data = text.encode()
     with path.open("ab", buffering=0) as file:
         before = file.tell()
@@ -74,22 +74,22 @@ def append(path: Path, text: str) -> None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Keep the records up to `step`, from which a run resumes, so that no step occurs twice."""
+    """Remove the records of steps after `step`, from which a run resumes, so that no step occurs twice."""
     kept = [record for record in read_metrics(path) if record["step"] <= step] if path.exists() else []
     rewrite(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def tell(text: str) -> None:
-    """Print a line on stdout, above the progress bar if there is one."""
+    """Print `text` on stdout, above the progress bar if there is one."""
     tqdm.write(text)
     sys.stdout.flush()
 
 
 class Progress:
-    """Progress of a run from step `first` to `steps`.
+    """Display of the progress of a run from step `first` to `steps`, with the estimated remaining time.
 
-    A bar if stdout and stderr are terminals. Otherwise lines on stdout, in order with the other output of the run, for the
-    first step, every `every`-th step and the last step. Both show the estimated remaining time."""
+    If stdout and stderr are terminals, the display is a bar. Otherwise it prints lines on stdout, for the first step, every
+    `every`-th step and the last step."""
 
     def __init__(self, steps: int, first: int = 0, every: int = 1) -> None:
         self._steps, self._first, self._every, self._began = steps, first, every, time.monotonic()
@@ -97,7 +97,7 @@ class Progress:
         self._bar = tqdm(total=steps, initial=first, unit="step", dynamic_ncols=True, mininterval=1.0, disable=plain)
 
     def show(self, step: int, text: str) -> None:
-        """Show that `step` steps are complete; `text`: further numbers."""
+        """Show that `step` steps are complete. `text`: metrics to show."""
         if self._bar.disable:
             if step % self._every == 0 or step in (self._first + 1, self._steps):
                 self.tell(step, f"{text}{self._left(step)}")
@@ -106,14 +106,14 @@ class Progress:
         self._bar.update(step - self._bar.n)
 
     def _left(self, step: int) -> str:
-        """Return the estimated time to the last step. The first step of a run does not count, because it includes one-time
-        work."""
+        """Return the estimated remaining time as text; "" after the first step of this process, which is not representative,
+        and after the last step."""
         done, left = step - self._first, self._steps - step
         seconds = (time.monotonic() - self._began) / max(1, done) * left
         return f", {tqdm.format_interval(seconds)} left" if done > 1 and left else ""
 
     def tell(self, step: int, text: str) -> None:
-        """Print a separate line about a step, also on a terminal."""
+        """Print a separate line about a step, even if a bar is shown."""
         tell(f"step {step}/{self._steps}: {text}")
 
     def close(self) -> None:

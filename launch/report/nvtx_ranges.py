@@ -1,9 +1,9 @@
-"""NVTX ranges of one step for profilers of NVIDIA: one range per layer in forward, and per autograd operation.
+"""NVTX ranges of one step for NVIDIA's profilers: one range per layer in forward, and one per autograd operation.
 
     nsys profile --capture-range=cudaProfilerApi --pytorch=none torchrun ... --train.profile 20 --train.profiler nvtx
 
-Only the step between cudaProfilerStart and cudaProfilerStop is captured. Hooks that exist in this step only mark layers;
-compiled blocks have no ranges inside.
+The profiler captures only the step between cudaProfilerStart and cudaProfilerStop. The ranges of layers come from hooks that
+exist only in this step; inside of compiled blocks there are no ranges.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def layer_ranges(model: nn.Module, push: Callable[[str], Any], pop: Callable[[], Any]) -> Iterator[None]:
-    """Call `push` with a layer's name before its forward and `pop` after it, for all layers of a model by depth.
+    """Return a context in which the forward of each module calls `push` with its name before, and `pop` after.
 
-    Ops and linears of dlp mark their launches themselves: with hooks an op would run alone, unlike in other steps."""
+    Operations and converted linears of dlp get no hooks: they push ranges themselves, and an operation with hooks would not
+    be fused."""
     handles = []
     for name, module in model.named_modules():
         if isinstance(module, ops.FusibleOperation | ConvertedLinear):
@@ -40,7 +41,8 @@ def layer_ranges(model: nn.Module, push: Callable[[str], Any], pop: Callable[[],
 
 
 def marked(run: Callable[[], T], model: nn.Module, device: torch.device) -> T:
-    """Run a step between the start and stop of the profiler, and wait for the step."""
+    """Call `run` between start and stop of the profiler with NVTX ranges, and wait for the device. Returns the result of
+    `run`."""
     torch.cuda.synchronize(device)
     torch.cuda.profiler.start()
     ranges = layer_ranges(model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)

@@ -1,8 +1,7 @@
-"""Memory snapshot and error message of a GPU that runs out of memory.
+"""Memory snapshot and error message for a GPU that runs out of memory.
 
-The snapshot is taken by an observer, at the moment of the failed allocation and before anything is freed; it opens at
-https://pytorch.org/memory_viz. The snapshot lists live allocations with their sizes; `[train] memory_history` adds the
-Python stack of each allocation.
+An observer of torch takes the snapshot when an allocation fails, before anything is freed. https://pytorch.org/memory_viz shows
+the snapshot: live allocations with their sizes, and with `[train] memory_history` the Python stack of each allocation.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ def snapshot_path(folder: Path) -> Path:
 
 
 def observer(path: Path, snapshot: Callable[[], Any]) -> Callable[..., None]:
-    """Observer for torch, called when an allocation fails. A snapshot that cannot be written hides no error."""
+    """Return a function that writes a snapshot to `path`, for torch to call when an allocation fails. An OSError while writing
+    is ignored, so that the out-of-memory error is still raised."""
 
     def observe(*_: Any) -> None:
         try:
@@ -38,17 +38,19 @@ def observer(path: Path, snapshot: Callable[[], Any]) -> Callable[..., None]:
 
 
 def watch_memory(folder: Path, device: torch.device, history: bool) -> None:
-    """Take a snapshot below `folder` when this GPU is out of memory; nothing on a CPU."""
+    """Register the observer that writes a snapshot into `folder` if this GPU runs out of memory; do nothing on a CPU.
+    `history`: record the Python stack of each allocation."""
     if device.type != "cuda":
         return
     if history:
         torch.cuda.memory._record_memory_history(max_entries=HISTORY)
-    attach = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # builds of torch for CPUs lack this function
+    attach = vars(torch._C)["_cuda_attach_out_of_memory_observer"]  # vars(): CPU builds of torch lack this function
     attach(observer(snapshot_path(folder), torch.cuda.memory._snapshot))
 
 
 def sentence(error: torch.OutOfMemoryError, where: str, folder: Path, peak: int) -> str:
-    """Describe the failure for users: place, memory, and settings that would help."""
+    """Return the error message: where memory ran out, peak memory (`peak`, in bytes), snapshot, and settings that save
+    memory."""
     path = snapshot_path(folder)
     seen = f"{path} lists the live allocations and opens at https://pytorch.org/memory_viz; " if path.is_file() else ""
     reason = str(error).partition("\n")[0].partition(". GPU")[0].removeprefix("CUDA out of memory. ")

@@ -1,8 +1,8 @@
-"""Plots of loss, gradient norm, learning rate and throughput of one run, or of several runs in one picture.
+"""Plot loss, gradient norm, learning rate and throughput of one or several runs into one picture.
 
-A run is a folder with `metrics.jsonl`. The loss axis leaves out the first steps, from which a loss falls so far that nothing
-else could be seen; several runs are also drawn as differences to the first. matplotlib's figure is used without pyplot,
-which would keep global state and look for a display.
+A run is a folder with `metrics.jsonl`. The range of the loss axis ignores the first steps, whose high losses would hide the
+differences between later steps. For several runs, a further panel shows differences from the loss of the first run. The figure
+is constructed without pyplot, which has global state and looks for a display.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from launch.report.cast_statistics_plot import mark_swaps
 from launch.report.metrics import read_metrics
 
-SHOWN_FROM = 0.1  # share of a run's steps after which the loss defines the top of the axis
+SHOWN_FROM = 0.1  # share of the steps of a run that the range of the loss axis ignores
 Records = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A run in a picture."""
+    """Run in a picture: label in the legend, color, records of metrics.jsonl."""
 
     label: str
     color: str
@@ -38,12 +38,13 @@ class Drawn:
 
 
 def write_plot(runs: Sequence[Path], out: Path) -> None:
-    """Draw runs as a PNG file. Raises ValueError if a folder holds no metrics."""
+    """Draw runs, given by their folders, into the PNG file `out`. Raises ValueError if a folder has no metrics."""
     draw(runs).savefig(out, dpi=120)
 
 
 def draw(runs: Sequence[Path]) -> Figure:
-    """The picture, with a panel each for loss, differences (with several runs), gradient norm, learning rate, tokens/s."""
+    """Return the figure, with one panel each for loss, differences (of several runs), gradient norm, learning rate,
+    tokens/s."""
     drawn = [
         Drawn(label, f"C{number}", read_run(run)) for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True))
     ]  # fmt: skip
@@ -75,14 +76,14 @@ def draw(runs: Sequence[Path]) -> Figure:
 
 
 def labels(runs: Sequence[Path]) -> list[str]:
-    """Labels: folder names, or complete paths if names repeat, with the recipes of each run."""
+    """Return the label of each run: name of its folder (the path if names repeat), and its recipes."""
     names = [run.resolve().name for run in runs]
     names = names if len(set(names)) == len(names) else [str(run) for run in runs]
     return [f"{name}: {recipes}" if (recipes := _recipes(run)) else name for name, run in zip(names, runs, strict=True)]
 
 
 def _recipes(run: Path) -> str:
-    """Recipes of a run's groups, as "fp8_current (default), bf16 (edges)"; "" without a config."""
+    """Return the recipes of the layer groups of a run: "fp8_current (default), bf16 (edges)"; "" without a config.toml."""
     path = run / "config.toml"
     groups = tomllib.loads(path.read_text(encoding="utf-8")).get("groups", []) if path.is_file() else []
     named = [(group["recipe"], group["name"]) for group in groups if "recipe" in group]
@@ -98,16 +99,16 @@ def read_run(run: Path) -> Records:
 
 
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the records that have `key`."""
+    """Return the steps and the values of all records that have `key`."""
     having = [record for record in records if key in record]
     return [record["step"] for record in having], [record[key] for record in having]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred means over about a twentieth of the values; near an end, the value of the best straight line through the
-    values there.
+    """Return moving averages of values, centered, over windows of about a twentieth of the values.
 
-    A straight line is therefore unchanged: the smoothing does not lag."""
+    Near the ends, where a window is incomplete, a straight line is fitted to the values of the window. Straight lines are
+    therefore unchanged, and the smoothed curve does not lag."""
     half, count = max(1, len(values) // 40), len(values)
     if count < 3:
         return list(values)
@@ -144,7 +145,7 @@ def _draw_loss(axes: Axes, drawn: Sequence[Drawn]) -> None:
 
 
 def _draw_differences(axes: Axes, drawn: Sequence[Drawn]) -> None:
-    """Differences of smoothed losses at equal steps, without the first steps."""
+    """Draw, for each run, the smoothed difference from the loss of the first run at the same step."""
     base = dict(zip(*drawn[0].series("loss"), strict=True))
     seen: list[float] = []
     for run in drawn:

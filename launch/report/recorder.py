@@ -1,4 +1,4 @@
-"""Measurements of a run: phases of a step's time, metrics.jsonl, progress, plot."""
+"""Record the measurements of a run: times of the parts of a step, metrics.jsonl and other sinks, progress display, plot."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from launch.report.metrics import Progress, append, drop_after, peak_flops, peak
 from launch.report.run_dir import RunDir
 
 LINE = "\n"
-COMPARED = 20  # number of steps of a process after which the measured step is compared with the predicted step
-MEDIAN_OF = 10  # number of last steps whose median is compared
+COMPARED = 20  # number of steps after which measured and predicted seconds per step are compared, once per process
+MEDIAN_OF = 10  # number of latest steps whose median is compared
 
 
 class Stopwatch:
-    """Split one step into named parts. On CUDA it records events, so `split` must wait until the step is over."""
+    """Times of the named parts of one step. On GPUs the times are from CUDA events; call `split` after the step has completed
+    on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type == "cuda"
@@ -39,11 +40,11 @@ class Stopwatch:
         return event
 
     def lap(self, name: str) -> None:
-        """Attribute the time since the last mark to `name`."""
+        """End a part: add the time since the previous call, or since construction, to `name`."""
         self._marks.append((name, self._now()))
 
     def split(self) -> dict[str, float]:
-        """Seconds by name; laps of the same name are added."""
+        """Return the seconds of each part by name; parts with the same name are added."""
         seconds: dict[str, float] = defaultdict(float)
         for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
             seconds[name] += before.elapsed_time(after) / 1e3 if self._on_device else after - before
@@ -51,7 +52,8 @@ class Stopwatch:
 
 
 class Recorder:
-    """Write and show metrics on rank 0; other ranks do nothing. Raises ValueError for a sink that is not installed."""
+    """Recorder of the metrics on rank 0; on other ranks all methods do nothing. Raises ValueError if a sink is not
+    installed."""
 
     def __init__(self, config: Config, run: RunDir, device: torch.device, world_size: int) -> None:
         self._config, self._run, self._device = config, run, device
@@ -68,12 +70,12 @@ class Recorder:
         metric_sinks.check(config.run.metrics)
 
     def check(self) -> None:
-        """Raise MetricsError if the existing records, which this run continues, cannot be read."""
+        """Raise MetricsError if metrics.jsonl exists and cannot be read, since a resumed run appends to it."""
         if self._path.exists():
             read_metrics(self._path)
 
     def begin(self, step: int) -> None:
-        """Start or continue the run at `step`: drop records of an earlier run beyond this step, and show progress."""
+        """Start recording after `step` completed steps: remove records of later steps, open the sinks, and show progress."""
         if not self._run.leader:
             return
         drop_after(self._path, step)
@@ -88,9 +90,10 @@ class Recorder:
         self, step: int, *, loss: float, norm: float, lr: float, seconds: float, split: dict[str, float],
         wire_bytes: dict[str, int], skipped: bool = False,
     ) -> None:  # fmt: skip
-        """Record a finished step that took `seconds`.
+        """Record a completed step.
 
-        `wire_bytes`: bytes that one rank sent in the step, by group. `skipped`: whether the update was skipped."""
+        loss: mean loss in nats per token; norm: gradient norm before clipping; seconds: duration; split: seconds of its parts;
+        wire_bytes: planned bytes that one rank sends, by process group; skipped: whether the update was skipped."""
         if not self._run.leader:
             return
         rate = self._tokens / seconds
@@ -106,7 +109,7 @@ class Recorder:
         self._compare(step, seconds)
 
     def _compare(self, step: int, seconds: float) -> None:
-        """Log the deviation of the predicted step from the measured step, once."""
+        """After `COMPARED` steps, record and print the relative error of the predicted seconds per step."""
         if self.predicted is None or len(self._seconds) == COMPARED:
             return
         self._seconds.append(seconds)
@@ -127,33 +130,33 @@ class Recorder:
             self._plot()
 
     def baseline(self, step: int, found: Baseline) -> None:
-        """Record the baseline loss, once per run."""
+        """Record the loss of the counting model, unless the run already has recorded it."""
         if self._run.leader and not any("baseline" in record for record in read_metrics(self._path)):
             self._write(step=step, baseline=found._asdict())
 
     def swap(self, step: int, recipe: str, layers: int) -> None:
-        """Record that the step boundary changed the recipe of this number of layers."""
+        """Record a recipe change after `step`. `layers`: number of changed layers."""
         if self._run.leader:
             self._write(step=step, swap={"recipe": recipe, "layers": layers})
 
     def ledger(self, step: int, account: list[dict[str, Any]]) -> None:
-        """Record the counted bytes of a step, which equal the plan."""
+        """Record the counted bytes of a step, as returned by `WireWatch.account`."""
         if self._run.leader:
             self._write(step=step, ledger=account)
 
     def stats(self, step: int, numbers: dict[str, dict[str, float | None]]) -> None:
-        """Record the statistics of a step's casts, by tensor."""
+        """Record cast statistics, as returned by `dlp.read_stats`: tensor name -> statistic -> value."""
         if self._run.leader:
             self._write(step=step, stats=numbers)
 
     def exposure(self, step: int, found: Exposure) -> None:
-        """Record the profile of a step."""
+        """Record the exposed communication of a profiled step."""
         if self._run.leader:
             self._write(step=step, exposure=asdict(found))
 
     @property
     def tokens_per_second(self) -> float:
-        """Median over all recorded steps of the run, including steps before a resume. On rank 0."""
+        """Median over all recorded steps of the run, including steps before it was resumed. Only on rank 0."""
         rates = [record["tokens_per_second"] for record in read_metrics(self._path) if "tokens_per_second" in record]
         return statistics.median(rates) if rates else 0.0
 
@@ -172,8 +175,8 @@ class Recorder:
             )
 
     def _plot(self) -> None:
-        """Draw the plot. A failure does not end the run; `launch.plot` can draw the plot later from the metrics."""
-        from launch.report import plots  # importing matplotlib takes half a second, and only rank 0 plots
+        """Draw loss.png. A failure is logged and does not end the run; `launch.plot` can draw the plot later."""
+        from launch.report import plots  # matplotlib is slow to import, and only rank 0 needs it
 
         path = self._run.path / "loss.png"
         try:
@@ -184,7 +187,8 @@ class Recorder:
             self._run.say(f"{path} could not be written ({reason}); the run goes on without it")
 
     def _write(self, **record: Any) -> None:
-        """Write records. A failure, such as a full disk, does not end the run: records are kept, and a sink is closed."""
+        """Write a record to metrics.jsonl and all sinks. A failure, for example a full disk, does not end the run: records for
+        metrics.jsonl are written later, a failing sink is no longer used."""
         waited = bool(self._unwritten)
         self._unwritten += json.dumps(record) + LINE
         try:

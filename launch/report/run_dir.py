@@ -1,8 +1,8 @@
-"""Folder of a run.
+"""Folder of a run, and the logs in it.
 
     .lock  config.toml  plan.txt  overlap.json  env.txt  log/rank{N}.txt  metrics.jsonl  loss.png  checkpoints/step-N/
 
-Each rank writes all its messages and exceptions to its own log; rank 0 also prints them.
+Each rank writes its messages and exceptions to log/rank{N}.txt; rank 0 also prints the messages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ LIBRARIES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "TORCH_")  # prefixes of environ
 
 
 class RunDir:
-    """Paths and logs of one run on this rank. Until `begin`, only the lock is written, and messages are kept in memory."""
+    """Folder and log of a run on this rank. Before `begin` only the lock file is written, and messages stay in memory.
+
+    path          folder of the run
+    checkpoints   folder of its checkpoints
+    leader        whether this rank is rank 0
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,13 +51,13 @@ class RunDir:
             self.say(self._claim.remark)
 
     def say(self, text: str) -> None:
-        """Write a message to this rank's log; rank 0 also prints it."""
+        """Write a message to the log of this rank; rank 0 also prints it."""
         self._write(f"{time.strftime('%H:%M:%S')} {text}\n")
         if self.leader:
             print(text, flush=True)
 
     def describe(self, what: str, numbers: dict[str, Any]) -> None:
-        """Write diagnostic numbers to a file next to this rank's log."""
+        """Write diagnostic statistics to log/{what}-rank{N}.json."""
         path = self.path / "log" / f"{what}-rank{dist.get_rank()}.json"
         try:
             path.write_text(json.dumps(numbers, indent=1) + "\n")
@@ -66,18 +71,18 @@ class RunDir:
             return
         try:
             self._log.write(text)
-        # a full disk does not end a run; Python keeps the last lines and writes them with the next lines
+        # A full disk does not end a run: Python buffers the lines and writes them later
         except OSError as error:
             print(f"log/rank{dist.get_rank()}.txt: {error.strerror}: {text.rstrip()}", file=sys.stderr)
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[None]:
-        """Write exceptions inside this context to this rank's log. A run that is rejected before it begins leaves no
-        files."""
+        """Return a context whose exceptions are written to the log. After a ValueError or OSError before `begin`, no log is
+        written, and the folder is removed if this run has created it."""
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(OSError):  # the error may be a full disk
+            with contextlib.suppress(OSError):  # the disk may be full
                 if self._log is None and isinstance(error, ValueError | OSError):
                     if self.leader:
                         self._claim.withdraw()
@@ -87,10 +92,10 @@ class RunDir:
             raise
 
     def begin(self, config: Config, mesh: DeviceMesh, plan: Plan, *, aside: bool) -> None:
-        """Write the configuration, the plan and all kept messages, after all checks.
+        """Write config, plan, environment and the messages so far into the folder. Collective; called after all checks.
 
-        `aside`: an existing run in the folder is a different run, and is moved aside first. Raises ValueError on all
-        ranks if the folder cannot be written.
+        aside: first rename the folder if it holds another run (`move_aside`). Raises ValueError on all ranks if a file cannot
+        be written.
         """
         if moved := rank_objects.from_rank_0(lambda: self._describe(config, mesh, plan, aside)):
             self.say(f"the run that was here is now in {moved}")
@@ -135,13 +140,13 @@ class RunDir:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename to the first of NAME.1, NAME.2, ... that does not exist."""
+    """Rename a folder to the first of NAME.1, NAME.2, ... that does not exist; return the new path."""
     number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.{n}").exists())
     return path.rename(path.with_name(f"{path.name}.{number}"))
 
 
 def environment() -> str:
-    """Versions, devices and library settings, for reproducing the run."""
+    """Return the content of env.txt: command, versions, devices and environment variables of libraries, one per line."""
     lines = [f"command {' '.join(sys.argv)}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
     lines += [f"host {platform.platform()}, {os.cpu_count()} cores"]
     if torch.cuda.is_available():

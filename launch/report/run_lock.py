@@ -1,8 +1,8 @@
-"""Lock of a run folder: one run at a time, and all ranks must see the same folder.
+"""Lock of a run folder: only one run at a time may use the folder, and all ranks must see the same folder.
 
-Rank 0 locks the file `.lock` and writes its host and process into the file. The other ranks read the file, so that a host with
-another disk is detected before anything else is written. The system releases the lock when the process ends, and, under POSIX,
-when the process closes any descriptor of the file; therefore rank 0 opens the file once.
+Rank 0 locks the file `.lock` and writes its host and process ID into it. The other ranks compare the content, so that a host
+that does not share the folder is detected before anything else is written. The lock ends with the process. POSIX also releases
+a lock when the process closes any descriptor of the file; therefore rank 0 opens the file only once.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import IO
 from launch.ranks import rank_objects
 
 LOCK = ".lock"
-PATIENCE = 3.0  # seconds until a network file system shows a new file
+PATIENCE = 3.0  # seconds that other ranks wait for the file to appear on a network file system
 
 
 class Claim:
-    """Exclusive use of a folder by this run. Raises ValueError on all ranks if the folder cannot be locked."""
+    """Lock of a run folder, held until the process ends. Collective. Raises ValueError on all ranks if another run holds the
+    lock, or if ranks do not share the folder. `remark`: warning for the log; None: no warning."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +38,7 @@ class Claim:
             )
 
     def take(self) -> str:
-        """On rank 0: create the folder and lock it; returns the content of the lock. Raises ValueError if this fails."""
+        """Create and lock the folder, and return the content of the lock file. Runs on rank 0. Raises ValueError on failure."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(
                 f"--run.dir {self.path}: the path is a file; expected a folder, or a path that does not exist"
@@ -45,7 +46,7 @@ class Claim:
         self._made = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._file = (self.path / LOCK).open("a+")  # the lock of a folder that was moved aside moves with the file
+            self._file = (self.path / LOCK).open("a+")  # replaces the lock of a folder that `move_aside` has renamed
             self._lock(self._file)
         except OSError as error:
             self.withdraw()
@@ -54,7 +55,8 @@ class Claim:
         return self._file.read()
 
     def _lock(self, file: IO[str]) -> None:
-        """Lock the file, and write the host and process of this rank into it."""
+        """Lock the file, and write host, process ID and time into it. If the file system has no locks, set `remark`. Raises
+        ValueError if another run holds the lock."""
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -70,7 +72,8 @@ class Claim:
         file.flush()
 
     def withdraw(self) -> None:
-        """On rank 0: remove all traces of a rejected run."""
+        """Remove the lock file, and the folder if it is then empty, provided that this run has created the folder. Runs on
+        rank 0."""
         if self._made and self.path.is_dir():
             (self.path / LOCK).unlink(missing_ok=True)
             if not any(self.path.iterdir()):
@@ -78,7 +81,8 @@ class Claim:
 
 
 def unlike(lock: Path, holder: str) -> str | None:
-    """Return the reason why this rank does not find the content of rank 0 in the lock file; "" if it does."""
+    """Return a sentence if the lock file of this rank does not have the content `holder` that rank 0 has written, after waiting
+    `PATIENCE` seconds; None if it has."""
     end = time.monotonic() + PATIENCE
     while True:
         try:

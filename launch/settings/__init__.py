@@ -1,1 +1,1 @@
-"""Typed settings: rules, checks and documentation of a setting, and overrides from the command line."""
+"""Typed settings: declaration, check and documentation of a setting, and overrides from the command line."""

@@ -1,9 +1,9 @@
 """Settings from the command line: `--section.key value`, `--groups.NAME.key value`, `--recipe X` and `--model FOLDER`.
 
-An override edits the TOML tables before the sections are built, so all later checks see one configuration. A value is
-read as TOML (`0.1`, `true`, `["layers.**"]`); if the setting does not accept the TOML value, the text itself is used, so that
-`--recipe bf16` and `--run.dir 2024` need no quotes. argparse cannot parse overrides: its options are fixed before the file is
-read, and it would take the value of an unknown option for the config's name. argparse parses the other options (`make_parser`).
+An override is written into the TOML tables before the sections are constructed, so all later checks see the final settings. A
+value is read as TOML (`0.1`, `true`, `["layers.**"]`); if the setting does not accept the TOML value, the text itself is used,
+so that `--recipe bf16` and `--run.dir 2024` need no quotes. argparse parses only the other options (`make_parser`). It cannot
+parse overrides: its options are fixed before the file is read, and it would treat the value of an unknown option as CONFIG.
 """
 
 import argparse
@@ -20,7 +20,8 @@ ANY_GROUP = {"groups": [{"name": "NAME"}]}
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Separate overrides, as (dotted name, text), from the arguments for argparse."""
+    """Split arguments into those for argparse and the overrides, (dotted name, text) each. Raises ConfigError for an override
+    without a value."""
     rest, overrides = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -36,7 +37,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _places(schema: Schema, tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type[Section]]]:
-    """Tables that may hold settings: (prefix of the option, the table, its dataclass)."""
+    """Yield (prefix of the option, table, dataclass of the table) for each table that may hold settings."""
     for section, cls in schema.items():
         if section == "groups":
             yield from ((f"groups.{group.get('name')}", group, cls) for group in tables["groups"])
@@ -45,7 +46,7 @@ def _places(schema: Schema, tables: dict[str, Any]) -> Iterator[tuple[str, dict[
 
 
 def apply(tables: dict[str, Any], overrides: Sequence[tuple[str, str]], schema: Schema) -> None:
-    """Write overrides into the tables of a TOML file, in order. Raises ConfigError that names the option."""
+    """Write overrides into the tables of a TOML file, in order. Raises ConfigError for an unknown option or invalid value."""
     targets = {
         f"{prefix}.{key.name}": (table, key) for prefix, table, cls in _places(schema, tables) for key in fields(cls)
     }
@@ -61,7 +62,8 @@ def _unknown(name: str, known: Iterable[str]) -> ConfigError:
 
 
 def _value(setting: Field, text: str, option: str) -> Any:
-    """Parse the text as TOML, or keep it as a string if the setting accepts a string but not the TOML value."""
+    """Parse `text` as TOML; use the text itself if the setting accepts the text but not the TOML value. Raises ConfigError if
+    the setting accepts neither."""
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -74,8 +76,8 @@ def _value(setting: Field, text: str, option: str) -> Any:
 
 
 def make_parser(program: str, description: str, default: str, schema: Schema) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that all programs with a config share; --help lists every setting."""
-    lines = ["settings (a value is TOML; a string needs no quotes) [their defaults]:"]
+    """Return a parser with the arguments of all programs that read a config; --help lists every setting."""
+    lines = ["settings (values are TOML; strings need no quotes) [default]:"]
     for prefix, _, cls in _places(schema, dict(ANY_GROUP)):
         lines += help_lines(cls, prefix)
     lines += [f"  --{alias} X\n      short for --{name} X" for alias, name in ALIASES.items()]
@@ -88,14 +90,14 @@ def make_parser(program: str, description: str, default: str, schema: Schema) ->
         allow_abbrev=False,
     )
     parser.add_argument("config", nargs="?", default=default, help="name under launch/configs, or path to a file")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved file and stop")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     return parser
 
 
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str], schema: Schema
 ) -> tuple[argparse.Namespace, list[tuple[str, str]]]:
-    """Parse the options of argparse and the overrides. Raises ConfigError for an option that neither knows."""
+    """Return the options of `parser`, and the overrides, (dotted name, text) each. Raises ConfigError for an unknown option."""
     rest, overrides = split(arguments)
     known, unknown = parser.parse_known_args(rest)
     settings = [f"{prefix}.{key.name}" for prefix, _, cls in _places(schema, dict(ANY_GROUP)) for key in fields(cls)]

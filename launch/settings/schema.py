@@ -1,9 +1,9 @@
-"""Typed settings: one declaration gives the check, the error, the TOML text and the documentation.
+"""Typed settings: check, error message, TOML text and documentation of a setting follow from one declaration.
 
-A section of a config file is a frozen dataclass derived from `Section`; each of its fields is made by
-`setting(rule, doc, default)`. The rule holds both the words of an error and the test, so that documentation and check cannot
-disagree. Values are checked when the dataclass is built, whether they came from a file, from the command line or from Python,
-and every error is one sentence that starts with the section and key.
+A section of a config file is a frozen dataclass derived from `Section`; each of its fields is declared by
+`setting(rule, doc, default)`. A `Rule` consists of a test and of the words for messages and documentation, so that
+documentation and check agree. Values are checked when the dataclass is constructed, from a file, from the command line or from
+Python. An error is one sentence that begins with section and key.
 
 No settings library is used: the common libraries are large or compiled, and only a few rules are needed.
 """
@@ -23,12 +23,12 @@ S = TypeVar("S", bound="Section")
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
-LONG = 100  # characters of a value that a message shows
+LONG = 100  # longest value, in characters, that a message shows in full
 WORD = re.compile(rf"\S{{{2 * LONG},}}")
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used. The message is one sentence on one line; long words are shortened."""
+    """Error for an invalid setting. The message is one sentence on one line; very long words are shortened."""
 
     def __init__(self, sentence: str) -> None:
         line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in sentence)
@@ -36,13 +36,19 @@ class ConfigError(ValueError):
 
 
 def brief(text: str) -> str:
-    """Return a text, or both ends of a long text."""
+    """Return `text`; if it is longer than `LONG` characters, only its beginning and its end."""
     return text if len(text) <= LONG else f"{text[: LONG // 2]}[... {len(text) - LONG} more ...]{text[-LONG // 2 :]}"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Allowed values of a setting."""
+    """Allowed values of a setting.
+
+    words   description of the values for messages and documentation, continues "expected ..."
+    kinds   accepted types; subclasses are rejected (True is not an int)
+    holds   test of a value of these types
+    store   conversion of an accepted value to the stored value
+    """
 
     words: str
     kinds: tuple[type, ...]
@@ -59,7 +65,8 @@ def _bounded(bounds: tuple[str, ...]) -> Callable[[Any], bool]:
 
 
 def integer(*bounds: str, also: tuple[int, ...] = ()) -> Rule:
-    """integer(">= 1", also=(-1,)): bounds are "SIGN NUMBER" strings and are printed as they stand."""
+    """Return the rule for integers: integer(">= 1", also=(-1,)). Bounds are strings "SIGN NUMBER", which messages repeat;
+    `also` are further allowed values."""
     inside = _bounded(bounds)
     words = "an integer " + " and ".join(bounds) + "".join(f", or {value}" for value in also)
     return Rule(words, (int,), lambda value: value in also or inside(value))
@@ -105,20 +112,23 @@ def texts() -> Rule:
 
 
 def setting(rule: Rule, doc: str, default: Any = MISSING) -> Any:
-    """Declare a field of a Section. A field without a default is required; default None means unset, and is not written
-    out."""
+    """Declare a field of a `Section`.
+
+    rule: allowed values; doc: description for --help and docs/config.md; default: value if the key is missing. A field without
+    default is required. Default None means unset, and `toml_lines` omits unset fields.
+    """
     return field(default=default, metadata={"rule": rule, "doc": doc})
 
 
 def rule_of(setting: Field) -> Rule:
-    """Return the rule of a field. Fields that dlp declares (options of layers) have no rule and are checked by SWITCH."""
+    """Return the rule of a field. Fields that dlp declares (layer options) have no rule, and must be true or false."""
     rule: Rule = setting.metadata.get("rule", SWITCH)
     return rule
 
 
 def check(setting: Field, value: object, where: str) -> Any:
-    """Check a value and return the value to store. Raises ConfigError, beginning with `where`, if the rule rejects the
-    value."""
+    """Return the value to store for `value`. Raises ConfigError if the rule of the field rejects it; the message begins with
+    `where`."""
     rule = rule_of(setting)
     if not rule.accepts(value):
         raise ConfigError(f"{where}: expected {rule.words}, got {brief(repr(value))}")
@@ -127,9 +137,9 @@ def check(setting: Field, value: object, where: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of every section: fields are checked and normalized at construction.
+    """Base class of sections of a config; fields are checked and normalized at construction.
 
-    other_forms  sections with other keys that may stand under the same title
+    other_forms   section classes that may be used under the same title instead, with other keys
     """
 
     other_forms: ClassVar[tuple[type[Section], ...]] = ()
@@ -145,7 +155,7 @@ class Section:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The three known names closest to a mistyped name, for an error message."""
+    """Return the three known names that are closest to a mistyped name, for an error message."""
     return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.0)
 
 
@@ -177,7 +187,7 @@ def _toml_key(key: str) -> str:
 
 
 def toml_lines(section: Section) -> list[str]:
-    """The section's settings as TOML lines, without unset settings."""
+    """Return the settings of a section as lines of TOML, without unset settings."""
     values = ((each.name, getattr(section, each.name)) for each in fields(section))
     return [f"{name} = {toml_value(value)}" for name, value in values if value is not None]
 
@@ -189,7 +199,7 @@ def _default(each: Field) -> str:
 
 
 def markdown_table(section: type[Section]) -> str:
-    """A table with one row per setting: key, default, allowed values, meaning."""
+    """Return a Markdown table with one row per setting: key, default, allowed values, meaning."""
     rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
     for each in fields(section):
         rows.append(f"| `{each.name}` | {_default(each)} | {rule_of(each).words} | {each.metadata['doc']} |")
@@ -197,7 +207,7 @@ def markdown_table(section: type[Section]) -> str:
 
 
 def help_lines(section: type[Section], prefix: str) -> list[str]:
-    """Two lines per setting for --help: the option with its default, then the meaning."""
+    """Return two lines per setting for --help: the option with its default, then its meaning and allowed values."""
     lines = []
     for each in fields(section):
         lines.append(f"  --{prefix}.{each.name}  [{_default(each)}]")

@@ -1,1 +1,1 @@
-"""The training step and the training loop: building the model, optimizer, gradients, update, recipe schedule."""
+"""Training loop and its parts: construction of the model, optimizer, gradients, update, recipe schedule, sentinel."""

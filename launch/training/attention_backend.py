@@ -8,21 +8,21 @@ from launch.config.sections import Train
 from launch.models.attention import Choice
 
 CUDNN, CUDNN_HEAD_DIM = 91501, 128  # oldest supported version of cuDNN, and largest supported head_dim
-INVARIANT = "flash"
+INVARIANT = "flash"  # backend in invariant mode
 FASTEST = "cudnn"  # fastest backend on GPUs with dlp's kernels, by bench.attention
 
 
 def choose(train: Train, head_dim: int, documents: bool, kind: str) -> Choice:
-    """Decide `[train] attention`.
+    """Choose the attention backend by `[train] attention`.
 
     Args:
-        train: settings of the run.
-        head_dim: width of one head.
-        documents: whether attention begins anew with each document.
-        kind: one of `dlp.kernels.table.DEVICES`.
+        train: Settings of the run.
+        head_dim: Number of features of a head.
+        documents: Whether attention restarts at each document.
+        kind: One of `dlp.kernels.table.DEVICES`.
 
     Raises:
-        ValueError: for a named backend that cannot run in this configuration.
+        ValueError: `[train] attention` names a backend that cannot run with these settings on this kind of device.
     """
     asked = train.attention
     if train.invariant and kind != "cpu":
@@ -38,7 +38,8 @@ def choose(train: Train, head_dim: int, documents: bool, kind: str) -> Choice:
 
 
 def _invariant(train: Train, documents: bool, kind: str) -> Choice:
-    """The backend whose backward can be deterministic, for one head of k and v at a time."""
+    """Return the choice in invariant mode: the backend with a deterministic backward, one head of k and v at a time. Raises
+    ValueError if this backend cannot run."""
     obstacle = _obstacle(INVARIANT, train, 0, documents, kind)
     if train.attention not in ("auto", INVARIANT):
         obstacle = f"the backward of {train.attention} is not deterministic"
@@ -48,7 +49,7 @@ def _invariant(train: Train, documents: bool, kind: str) -> Choice:
 
 
 def _obstacle(backend: str, train: Train, head_dim: int, documents: bool, kind: str) -> str | None:
-    """Return the reason why a backend cannot be set; None if it can."""
+    """Return the reason why `backend` cannot run; None if it can."""
     if kind == "cpu":
         return "backends are chosen on GPUs only"
     if documents:
@@ -63,7 +64,7 @@ def _obstacle(backend: str, train: Train, head_dim: int, documents: bool, kind: 
         return (
             f"cuDNN supports heads of at most {CUDNN_HEAD_DIM} features in multiples of 8, and head_dim is {head_dim}"
         )
-    # Without a GPU, the plan is for another host
+    # without a GPU this is a plan for another host, which is assumed to have a supported version
     version = torch.backends.cudnn.version() if torch.cuda.is_available() else CUDNN
     return (
         None if version and version >= CUDNN else f"cuDNN {CUDNN} or newer is needed, and cuDNN {version} is installed"

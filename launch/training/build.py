@@ -1,7 +1,7 @@
-"""Build the model of a configuration on its ranks: mesh, conversion, recomputation, compilation, FSDP, weights, optimizer.
+"""Build the model of a config on the ranks of a run: conversion, recomputation, compilation, FSDP, weights, optimizer.
 
-The order matters: conversion replaces modules on the meta device, FSDP shards the converted modules, and only then is memory
-allocated and filled, on each rank with its shard.
+The order matters: `dlp.convert` replaces modules on the meta device, FSDP shards the converted modules, and then each rank
+allocates and fills only its shards.
 """
 
 from __future__ import annotations
@@ -37,16 +37,24 @@ from launch.training.gradient_accumulation import Accumulation, accumulation, gr
 from launch.training.optimizer import check_installed, make_optimizer
 from launch.training.recomputation import recompute
 
-# Maximum number of graphs of a block's code: a few for steps, validation and each recipe of a recipe change. Beyond
-# this number torch raises an error with the reason. The default of torch is 8, after which torch runs the remaining
-# blocks uncompiled.
+# Recompile limit of torch.compile, for all blocks together: steps, validation and each recipe need a few graphs. Beyond the
+# limit torch raises an error with the reason. With torch's default of 8, torch would run further blocks uncompiled without an
+# error.
 GRAPHS = 64
 
 
 @dataclass(frozen=True)
 class Built:
-    """Model that is ready for training. `dims.dp_rank` of `batch.dp_size`: sequences of the global batch that this rank reads;
-    `context`: part of each sequence."""
+    """Model that is ready for training, with everything that the training loop needs.
+
+    plan           layer plan, as returned by `dlp.convert`
+    dims           sizes of the mesh axes and coordinates of this rank
+    batch          partition of a global batch over the ranks
+    accumulation   when FSDP reduces the gradients of microbatches
+    swaps          scheduled recipe changes
+    graph          whether steps are replayed as a CUDA graph
+    context        this cp rank's shard of each sequence
+    """
 
     model: nn.Module
     plan: Plan
@@ -57,12 +65,12 @@ class Built:
     batch: Batch
     accumulation: Accumulation
     swaps: list[recipe_schedule.PlannedSwap]
-    graph: bool  # whether steps are replayed as a CUDA graph
+    graph: bool
     context: dlp.Context
 
 
 def layer_groups(config: Config) -> list[LayerGroup]:
-    """Return the layer groups of the model's parallel styles, followed by the groups of the configuration."""
+    """Return the layer groups that shard the model over tp, followed by the layer groups of the config, which override them."""
     own = [
         LayerGroup(group.name, group.match, **layer_fields)
         for group in config.groups
@@ -76,7 +84,8 @@ def meta_model(config: Config) -> nn.Module:
 
 
 def attention_of(config: Config, kind: str) -> Choice:
-    """Backend of attention on a kind of device. Raises ConfigError for a named backend that cannot run there."""
+    """Return the attention backend on a kind of device. Raises ConfigError if `[train] attention` names a backend that cannot
+    run there."""
     head_dim = config.architecture.head_dim
     if head_dim is None:
         return Choice(None, "auto: scaled_dot_product_attention of torch, as the model of transformers calls it")
@@ -87,8 +96,11 @@ def attention_of(config: Config, kind: str) -> Choice:
 
 
 def plan_for(config: Config, world_size: int, device_type: str, board: str = "") -> Plan:
-    """Return the layer plan of a configuration, without ranks or memory. `board`: name of a GPU in
-    `launch.common.devices`."""
+    """Return the layer plan of a config for `world_size` ranks, without starting ranks. The model stays on the meta device.
+
+    device_type: kind of device, one of `dlp.kernels.table.DEVICES`. board: key of `launch.common.devices.BOARDS`, whose
+    measured times decide overlap = "auto"; "": unknown.
+    """
     batch = (validate_world(config, world_size).micro, config.own_sequence)
     groups = layer_groups(config)
     plan = dlp.make_plan(
@@ -104,8 +116,8 @@ def plan_for(config: Config, world_size: int, device_type: str, board: str = "")
 
 
 def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[nn.Module, Plan, Batch]:
-    """Return model, plan and batch on these ranks, without memory. Raises ValueError if configuration, model and mesh do
-    not fit."""
+    """Return the converted and sharded model on the meta device, its plan, and the partition of a batch. Raises ValueError if
+    config, model and mesh do not fit together."""
     model = meta_model(config)
     batch = validate_world(config, mesh.size())
     tokens = (batch.micro, config.own_sequence)
@@ -128,21 +140,24 @@ def parallel_model(config: Config, mesh: DeviceMesh) -> tuple[nn.Module, Plan, B
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile each block with torch.compile; raise if torch cannot compile a block."""
+    """Compile each block with torch.compile. torch raises an error in the first forward if it cannot compile a block."""
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = GRAPHS, True
     for block in blocks:
         block.compile()
 
 
 def check_device(config: Config, device_type: str) -> bool:
-    """Return whether steps run as a CUDA graph on this device. Raises ConfigError for settings that need another device
-    or a missing package. `device_type`: "cpu", "cuda", or a kind of GPU."""
+    """Check settings that depend on the device, and return whether steps are replayed as a CUDA graph.
+
+    device_type: "cpu", "cuda", or a kind of GPU. Raises ConfigError for a setting that needs another device or a missing
+    package.
+    """
     if config.train.profiler == "nvtx" and device_type == "cpu":
         raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a CPU: set it to torch")
     if config.train.sentinel and device_type != "cpu" and not config.train.deterministic:
         raise ConfigError(
-            f"{config.source}: [train] sentinel: expected deterministic = true on GPUs, where attention's backward gives other "
-            f"bits in each pass, got false"
+            f"{config.source}: [train] sentinel: expected deterministic = true on GPUs, since the bits of attention's backward "
+            f"otherwise differ between two runs, got false"
         )
     check_installed(config)
     check_kernels(config, device_type)
@@ -150,7 +165,7 @@ def check_device(config: Config, device_type: str) -> bool:
 
 
 def check_kernels(config: Config, device_type: str) -> None:
-    """Raise ConfigError where [train] kernels = "required" and the native kernels do not run on this device."""
+    """Raise ConfigError if [train] kernels = "required" and the native kernels do not run on this device."""
     if config.train.kernels != "required" or device_type not in ("cpu", "cuda"):
         return
     try:
@@ -160,18 +175,18 @@ def check_kernels(config: Config, device_type: str) -> None:
 
 
 def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
-    """Build everything that a training loop needs. Raises ValueError if configuration, model and mesh do not fit."""
+    """Build model and optimizer for the training loop. Raises ValueError if config, model and mesh do not fit together."""
     graph = check_device(config, device.type)
     if config.train.invariant:
         deterministic.fix_sums(device)
     model, plan, batch = parallel_model(config, mesh)
     config.architecture.allocate(model, device)
-    if config.train.init_from is None:  # otherwise weights are loaded
+    if config.train.init_from is None:  # otherwise `Trainer.start_from_weights` loads the weights
         config.architecture.initialize(model, config.train.seed)
     optimizer = make_optimizer(model, config, device, capturable=graph)
     cache = config.train.weight_cache
     main_grads = config.train.main_grads
-    # The training loop checks for non-finite values
+    # on_nonfinite = "ignore": the training loop checks for non-finite values itself
     dlp.attach(model, optimizer, weight_cache=cache, on_nonfinite="ignore", main_grads=main_grads)
     swaps = recipe_schedule.prepare(config.groups, config.train.steps, model, plan)
     dims = ParallelDims.from_mesh(mesh)
@@ -183,7 +198,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
 
 
 def carry_gradients(model: nn.Module, config: Config, wire: str) -> None:
-    """Set the dtype in which FSDP sends gradients. With "auto", bf16 gradients are sent as bf16."""
+    """Set the dtype in which FSDP sends gradients to `wire`: "fp32", "bf16" or "fp8"."""
     if wire == "fp32":
         return
     if config.mesh.grad_wire == "auto":
@@ -195,9 +210,11 @@ def carry_gradients(model: nn.Module, config: Config, wire: str) -> None:
 def shard(
     model: nn.Module, blocks: Collection[nn.Module], mesh: DeviceMesh, dtype: torch.dtype | None, asked: Mesh
 ) -> None:
-    """Apply FSDP to each block and to the rest of the model: weights are gathered quantized, or in `dtype` (None: in
-    the stored dtype, fp32); gradients are reduced in fp32. Blocks free gathered weights after forward if `asked`; the
-    rest keeps gathered weights for backward."""
+    """Apply FSDP to each block, and to the rest of the model as the root unit. Gradients are reduced in fp32.
+
+    dtype: dtype of gathered weights that are not quantized; None: the stored dtype, fp32. asked: `[mesh]`, whose
+    reshard_after_forward applies to blocks; the root unit keeps its gathered weights for backward.
+    """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     gather = asked.quantized_gather
     for block in blocks:

@@ -9,8 +9,8 @@ from launch.settings.schema import ConfigError
 
 
 def replays_steps(config: Config, device_type: str) -> bool:
-    """Return whether steps are captured and replayed. Raises ConfigError for `[train] cuda_graph = true` without a
-    GPU."""
+    """Return whether steps are captured and replayed. Raises ConfigError if `[train] cuda_graph = true` and the device is a
+    CPU."""
     asked = config.train.cuda_graph
     if asked is True and device_type == "cpu":
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""`[train] deterministic = true`: equal bits in every run, on GPUs as well; the cost is measured at the start.
+"""Deterministic algorithms for `[train] deterministic = true`: runs with equal settings are bitwise equal, on GPUs as well. The
+slowdown is measured at the start of a run.
 
-Otherwise some CUDA kernels add with atomics, in the order of arrival. CPUs repeat their bits in any case, and collectives
-sum in the order of ranks.
+Without this setting, some CUDA kernels sum with atomics in a varying order. Runs on CPUs are always bitwise equal, and
+collectives sum in the order of ranks.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from collections.abc import Callable
 
 import torch
 
-REPEATS = 3
+REPEATS = 3  # number of timed runs
 
 
 def prepare() -> None:
-    """Set the environment of cuBLAS, which reads it when creating a workspace. Call before the first use of a GPU."""
+    """Set the environment variable that makes cuBLAS deterministic. Call before the first use of a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def switch_on(device: torch.device, work: Callable[[], None]) -> str:
-    """Switch deterministic algorithms on. On a GPU, time `work`, which runs a microbatch without side effects, before and
-    after. Returns a line for the log with the slowdown."""
+    """Switch deterministic algorithms on, and return a log line with the slowdown. On a GPU, `work` is timed before and after;
+    it must run a microbatch without side effects."""
     if device.type != "cuda":
-        return "deterministic: no cost on a CPU, where every run repeats its bits"
+        return "deterministic: no cost on a CPU, where runs are always bitwise equal"
     with torch.random.fork_rng([device]):
         before = _seconds(work)
         _use_deterministic_algorithms()
@@ -34,8 +35,9 @@ def switch_on(device: torch.device, work: Callable[[], None]) -> str:
 
 
 def fix_sums(device: torch.device) -> None:
-    """Fix the order of sums inside torch on this process, for `[train] invariant`. Call before the first use of a GPU."""
-    torch.set_num_threads(1)  # on CPUs sums depend on the number of threads
+    """Fix the order of sums in operations of torch in this process, for `[train] invariant`. Call before the first use of a
+    GPU."""
+    torch.set_num_threads(1)  # on CPUs the order of sums depends on the number of threads
     if device.type == "cuda":
         prepare()
         _use_deterministic_algorithms()
@@ -43,12 +45,12 @@ def fix_sums(device: torch.device) -> None:
 
 def _use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
-    # filling is a debugging aid, which torch enables by default
+    # filling uninitialized memory is a debugging aid, which torch enables by default in deterministic mode
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    """Return the shortest time of a few runs, after one warm-up run."""
+    """Return the shortest time of `REPEATS` runs in seconds, after one warm-up run."""
     work()
     times = []
     for _ in range(REPEATS):

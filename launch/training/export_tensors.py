@@ -1,4 +1,4 @@
-"""Tensors of an exported folder, read from a checkpoint one file at a time: values of one dtype, and codes of linears."""
+"""Read the tensors of an exported folder from a checkpoint, one file at a time: values in one dtype, and codes of linears."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from launch.weights.weights_only import Reader
 
 
 class Source:
-    """Tensors of an exported folder by name: values of one dtype, and codes of linears.
+    """Tensors of an exported folder, by Hugging Face name.
 
-    tensors  shapes and dtypes, without memory
-    header   exact numbers of the codes, which `load` adds for the header of the file
+    reader      reader of the checkpoint
+    parameters  parameters by name in dlp, on the meta device
+    theirs      name in dlp -> Hugging Face name
+    dtype       dtype of all tensors that are not codes
+    coded       linears that are exported as codes, by name in dlp
+    tensors     attribute: all tensors of the folder, on the meta device
+    header      attribute: metadata for the safetensors header of the file that `load` returned last; holds numbers that the
+                tensors cannot represent exactly
     """
 
     def __init__(
@@ -26,7 +32,7 @@ class Source:
     ) -> None:  # fmt: skip
         self.reader, self.parameters, self.theirs, self.coded = reader, parameters, theirs, coded
         self.tensors, self.header = dict[str, Tensor](), dict[str, str]()
-        self.origin: dict[str, str] = {}  # name in dlp of the parameter from which a tensor is made
+        self.origin: dict[str, str] = {}  # Hugging Face name of a tensor -> name in dlp of its parameter
         for name, parameter in parameters.items():
             linear = coded.get(name.removesuffix(".weight"))
             made = {theirs[name]: parameter.to(dtype)}
@@ -36,18 +42,18 @@ class Source:
             self.origin |= dict.fromkeys(made, name)
 
     def layer(self, ours: str) -> str:
-        """Hugging Face name of a linear, by our name of the layer or of its weight."""
+        """Return the Hugging Face name of a linear. `ours`: name in dlp of the linear or of its weight."""
         return self.theirs[f"{ours.removesuffix('.weight')}.weight"].removesuffix(".weight")
 
     def linears(self) -> list[str]:
-        """Hugging Face names of all linears."""
+        """Return the Hugging Face names of all linears, including a tied head."""
         names = [name for name, each in self.parameters.items() if each.dim() == 2 and self.theirs[name] != EMBEDDING]
         return [self.layer(name) for name in names] + (
             [HEAD.removesuffix(".weight")] if HEAD not in self.origin else []
         )
 
     def load(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Tensors of one file; a weight that becomes codes is read once for the file."""
+        """Read or encode the tensors of one file. A weight that is exported as codes is read once per file."""
         self.header.clear()
         plain = [name for name in names if self.origin[name].removesuffix(".weight") not in self.coded]
         read = self.reader.read({self.origin[name]: self.tensors[name] for name in plain})
@@ -59,7 +65,7 @@ class Source:
         return {name: found[name] for name in names}
 
     def _stored(self, ours: str) -> Tensor:
-        """A weight in the dtype of the checkpoint."""
+        """Read a weight in its dtype in the checkpoint."""
         dtype = self.reader.dtypes([ours]).pop()
         return self.reader.read({ours: self.parameters[ours].to(dtype)})[ours]
 

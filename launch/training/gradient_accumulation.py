@@ -1,10 +1,10 @@
-"""Storage of FSDP gradients while microbatches accumulate.
+"""Choice when FSDP reduces the gradients of microbatches, `[train] reduce_gradients`.
 
-    step          unsharded, in fp32, on every rank until the last microbatch; one reduction per step
-    microbatch    sharded: the gradients of each microbatch are reduced after its backward
+    step          once per step: each rank keeps unsharded fp32 gradients until the last microbatch
+    microbatch    after the backward of each microbatch: each rank keeps sharded gradients
 
-"auto" chooses `step` if unsharded gradients fit, next to weights and optimizer, into half of the memory of a rank; the
-other half is for activations, casts and gathered weights.
+"auto" chooses `step` if unsharded gradients, weights and optimizer states fit into half of the memory of a rank; the other half
+is for activations, casts and gathered weights.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from launch.config.rules import Batch
 from launch.config.run_config import Config
 from launch.training.optimizer import state_bytes
 
-# Memory of a rank if it is not known: the memory of the smallest board of the same kind; on a CPU, whose memory ranks
-# share, an assumed size.
+# Assumed memory of a rank in bytes, by kind of device, if the memory is not known: the smallest GPU of this kind; for CPUs,
+# whose memory all ranks of a host share, a guess.
 MEMORY = {"cpu": 8e9, "cuda": 40e9, "sm_90": 80e9, "sm_100": 180e9}
 WEIGHT = 8  # bytes per parameter of a shard: fp32 weight and gradient
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """Decision on gradient accumulation.
+    """Decision about `[train] reduce_gradients`.
 
-    reductions    FSDP reductions of gradients in a step
-    whole, shard  bytes of unsharded and of sharded gradients on a rank
-    why           reason of the decision
+    reductions    number of times per step that FSDP reduces gradients
+    microbatches  number of microbatches of a rank per step
+    whole, shard  bytes of unsharded and of sharded fp32 gradients on a rank; 0 if there is nothing to decide
+    why           reason of the decision; "" if there is nothing to decide
     """
 
     reductions: int
@@ -51,8 +52,8 @@ def memory_here() -> float:
 
 
 def gradient_wire(config: Config, microbatches: int, reductions: int) -> str:
-    """Return the dtype in which FSDP sends gradients. "auto" of `[mesh] grad_wire` is bf16 if gradients are bf16 before the
-    reduction; FSDP accumulates gradients of several microbatches in fp32."""
+    """Return the dtype in which FSDP sends gradients, "fp32", "bf16" or "fp8". `[mesh] grad_wire = "auto"` becomes bf16 if
+    gradients are bf16 before the reduction; gradients that FSDP accumulates over microbatches are fp32."""
     asked = config.mesh.grad_wire
     if asked != "auto":
         return asked
@@ -60,7 +61,8 @@ def gradient_wire(config: Config, microbatches: int, reductions: int) -> str:
 
 
 def accumulation(config: Config, plan: Plan, batch: Batch, dp_shard: int, memory: float | None = None) -> Accumulation:
-    """Decide `[train] reduce_gradients` for `dp_shard` ranks. `memory`: memory of a rank in bytes, if known."""
+    """Decide `[train] reduce_gradients`. `dp_shard`: number of ranks over which FSDP shards; `memory`: memory of a rank in
+    bytes; None: unknown, `MEMORY` is assumed."""
     asked, micro = config.train.reduce_gradients, batch.num_micro
     if batch.token_ranks == 1 or micro == 1:
         return Accumulation(1, micro)

@@ -1,7 +1,7 @@
-"""Global gradient norm in one reduction, with equal bits on every rank.
+"""Global gradient norm by one all-reduce, bitwise equal on all ranks.
 
-`get_total_norm` of DTensors runs a collective for each axis, and ranks may end with different bits; clipping with different
-norms would let replicas drift apart.
+torch's `get_total_norm` of DTensors runs a collective for each mesh axis, and its results may differ in bits between ranks. If
+ranks clipped by different norms, replicas would diverge.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from launch.ranks.links import OWN
 
 
 class GradientNorm:
-    """2-norm of the gradients of these parameters as one vector. A DTensor counts once, on however many ranks its parts
-    lie. Call it when all parameters have gradients. `invariant`: equal bits on every mesh, by sums of integers."""
+    """Function object that returns the 2-norm of the gradients of all parameters as one vector.
+
+    Each gradient element counts once, also if several ranks have copies. All parameters must have gradients. `invariant`: the
+    norm is bitwise equal on every mesh, by sums of integers.
+    """
 
     def __init__(self, parameters: Iterable[Tensor], invariant: bool = False) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -57,7 +60,7 @@ def _local(grad: Tensor | None) -> Tensor:
 
 
 def _shards(parameter: Tensor) -> int:
-    """Return the number of parts into which ranks shard a parameter; each part lies on world size / parts ranks."""
+    """Return the number of shards of a parameter; each shard is on world size / shards ranks."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh

@@ -1,8 +1,8 @@
-"""Delayed scales before the first step: forward and backward passes that record amaxes, without an update.
+"""Initial values of delayed scales: before the first step, forward and backward run without an update, to record amaxes.
 
-A delayed scale starts at 1. With this scale most gradients are below the smallest code and become 0, as do gradients of the
-layers before; weights are cast to a few codes. A run of 1,526 steps that started so ended 1.9 % above bf16; a run with
-initial amaxes 0.1 % (bench/results/quality.md).
+Without amaxes a delayed scale is 1. With this scale most gradients are below the smallest code and become 0, and so do the
+gradients of earlier layers; weights are cast to only a few codes. Runs that start with such scales end at a higher loss
+(bench/results/quality.md).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import dlp
 from dlp.parallel.model.session import session_of
 from launch.ranks import rank_objects
 
-# Number of passes. The first pass finds the amaxes of x and w and of the residual stream, the second pass the amaxes of
-# later tensors. In a model of six blocks the third pass moved no scale by more than 0.15 octaves, and later passes
-# moved none by more than 0.06.
+# Number of times that forward and backward run. The first run records valid amaxes of weights and of the inputs of early
+# layers; later tensors become valid in the second run, and the third run refines them. Further runs hardly change the scales.
 PASSES = 3
 
 
 def find(model: nn.Module, forward_backward: Callable[[], object]) -> int:
-    """Run `forward_backward`, which must leave no gradients, for scales without an amax: in a new model, after a recipe
-    change, and after resuming with other recipes. All ranks call it together. Returns the number of scales."""
+    """Run `forward_backward` `PASSES` times if delayed scales without amaxes exist: in a new model, after a recipe change, and
+    after resuming with other recipes. `forward_backward` must leave no gradients. Collective. Returns the number of these
+    scales."""
     new = frozenset[str]().union(*rank_objects.from_all(without_amax(model)))
     for _ in range(PASSES if new else 0):
         forward_backward()
@@ -33,7 +33,7 @@ def find(model: nn.Module, forward_backward: Callable[[], object]) -> int:
 
 
 def without_amax(model: nn.Module) -> frozenset[str]:
-    """Return the names of delayed scales of this rank that still have their initial value."""
+    """Return the names of the delayed scales on this rank that have no recorded amax."""
     session = session_of(model)
     if not session.has_slots():
         return frozenset()

@@ -1,4 +1,4 @@
-"""Sum of the losses of all microbatches, with equal bits on every mesh."""
+"""Sum of the losses of all microbatches that is bitwise equal on every mesh."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from launch.ranks.links import OWN
 
 
 def sum_of_pieces(losses: Sequence[Tensor], dims: ParallelDims) -> Tensor:
-    """Return this rank's part of the sum, fp32 []: tp times the sum on the first rank of the mesh, 0 on all others, so that the
-    sum over ranks is exact. Microbatches are added by the tree in the order of the global batch, in which microbatch g of
-    data-parallel rank d has place g x dp_size + d."""
+    """Return a number whose sum over all ranks is tp times the loss of the global batch, fp32 []: that value on the first rank
+    of the mesh, 0 on all other ranks, so that the sum over ranks does not round.
+
+    losses: losses of the microbatches of this rank. The losses of all data-parallel ranks are added pairwise as a binary tree,
+    in the order of the global batch: microbatch g of data-parallel rank d is number g x dp_size + d.
+    """
     own = torch.stack(list(losses))
     every = own.new_empty(dist.get_world_size(), len(own))
     with observer.label(**OWN):

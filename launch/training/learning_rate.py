@@ -1,4 +1,4 @@
-"""Learning rate of each step, and remarks of a resumed run whose settings change the schedule."""
+"""Learning rate of each step, and a warning if a resumed run has another schedule than the saved run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from launch.config.sections import Train
 
 # Settings of [train] that determine the learning rates
 CURVE = ("steps", "lr", "min_lr", "warmup", "schedule", "decay")
-# (completed share of the steps after the warm-up, share of the steps in which wsd decays) -> 1 at the peak, 0 at min_lr
+# Schedule -> function of (completed share of the steps after the warm-up, share of these steps in which wsd decays) that
+# returns 1 for the peak learning rate, 0 for min_lr
 SHAPES: dict[str, Callable[[float, float], float]] = {
     "cosine": lambda done, decay: 0.5 * (1.0 + math.cos(math.pi * done)),
     "linear": lambda done, decay: 1.0 - done,
@@ -21,8 +22,8 @@ SHAPES: dict[str, Callable[[float, float], float]] = {
 
 
 def learning_rate(step: int, train: Train) -> float:
-    """Return the learning rate of step `step`, counted from 0: linear warm-up, then, according to `schedule`, a decay
-    to `min_lr` of the peak at the last step."""
+    """Return the learning rate of step `step`, counted from 0: a linear warm-up to `lr`, then a decay by `schedule` to `min_lr`
+    times `lr` at the last step."""
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
     behind = max(1, train.steps - 1 - train.warmup)
@@ -32,8 +33,8 @@ def learning_rate(step: int, train: Train) -> float:
 
 
 def rate_remarks(done: int, before: str, now: Train) -> Iterator[str]:
-    """Yield a warning if the next step of a run that resumes after `done` steps has another learning rate than the
-    configuration `before` (TOML) gives."""
+    """Yield a warning if the next step after `done` steps has another learning rate than by `before`, the config (TOML) of the
+    saved run."""
     saved = tomllib.loads(before)["train"]
     old = replace(now, **{key: saved[key] for key in CURVE if key in saved})
     last, would, will = learning_rate(max(done - 1, 0), old), learning_rate(done, old), learning_rate(done, now)

@@ -1,11 +1,11 @@
-"""Origin of a NaN or Inf.
+"""Find the layer in which the first NaN or Inf of a step arose.
 
-    by flags         of the step: casts that read a NaN or Inf (see `dlp.parallel.model.checks`)
-    by repetition    if flags show nothing in forward: forward and backward are repeated with the current weights; the first
-                     layer with a non-finite output, or in backward with a non-finite gradient of its output
+Forward and backward run again with the current weights, and hooks find the first layer with a non-finite output, and the first
+layer with a non-finite gradient of its output. If a cast flag of the step (`dlp.parallel.model.checks`) shows that a cast in
+forward has read a NaN or Inf, the message names this cast instead, since the flags are from the step itself.
 
-All ranks call `origin` together and get the same sentence. A repetition also gives each rank statistics of the tensors of
-its own first layer.
+All ranks call `origin` together and get the same sentence. Each rank also gets statistics of the tensors of the first such
+layers on that rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dlp.parallel.model.checks import first_bad
 
 
 class Layer(NamedTuple):
-    """First layer of a pass with a non-finite tensor: position in order of execution, and rank."""
+    """First layer with a non-finite tensor in a pass on one rank. `place`: position of the layer in the order of execution."""
 
     place: int
     rank: int
@@ -34,7 +34,8 @@ class Layer(NamedTuple):
 
 
 def statistics(what: str, tensor: Tensor) -> dict[str, Any]:
-    """Return statistics of a tensor: numbers of NaN and Inf, the position of the first, and the range of finite values."""
+    """Return statistics of a tensor: number of NaN and of Inf, index of the first such element, and min, max, mean, std and
+    amax of the finite elements. `what`: description of the tensor."""
     values = tensor.detach().float()
     finite = values[torch.isfinite(values)]
     found: dict[str, Any] = {
@@ -58,7 +59,13 @@ def statistics(what: str, tensor: Tensor) -> dict[str, Any]:
 
 
 class _Pass:
-    """Observations of one pass. `tensors`: statistics of the first layer with a non-finite tensor."""
+    """Observations of one pass on this rank.
+
+    made      description of the observed tensors, "output" or "gradient of the output"
+    seen      number of observed layers
+    first     first layer with a non-finite tensor; None: no such layer yet
+    tensors   statistics of the tensors of this layer
+    """
 
     def __init__(self, made: str) -> None:
         self.made, self.seen = made, 0
@@ -74,13 +81,13 @@ class _Pass:
 
 
 def first_layers(model: nn.Module, repeat: Callable[[], object]) -> tuple[_Pass, _Pass]:
-    """Repeat both passes, and return the first leaf modules of this rank with a non-finite output (forward) and gradient of
-    the output (backward)."""
+    """Run forward and backward by `repeat`, and return the observations of forward and of backward on this rank, for all leaf
+    modules."""
     forward, backward = _Pass("output"), _Pass("gradient of the output")
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if in_backward():  # recomputed
+            if in_backward():  # recomputation
                 return
             tensors, inputs = _floats(output), _floats(args)
             forward.see(name, tensors, inputs)
@@ -106,7 +113,7 @@ def _floats(values: Any) -> list[Tensor]:
 
 
 def _least(mine: Any) -> Any:
-    """Return the smallest finding of all ranks; None if no rank found anything."""
+    """Return the smallest value of `mine` over all ranks; None if it is None on all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return min((each for each in found if each is not None), default=None)
@@ -115,12 +122,12 @@ def _least(mine: Any) -> Any:
 def origin(
     names: Sequence[CastName | None], flags: Sequence[float], model: nn.Module, repeat: Callable[[], object], steps: int
 ) -> tuple[str, dict[str, Any]]:
-    """Return a sentence about the origin, and statistics of the tensors of this rank's first layer in each pass.
+    """Return a sentence about the origin, and statistics of the first non-finite layer of this rank in each pass.
 
-    names   names of the tensors with flags
-    flags   flags of this rank in the step
-    repeat  runs forward and backward of the microbatches again
-    steps   number of steps after which the current weights are
+    names   names of the casts that have flags
+    flags   flags of this rank in the step, in the order of `names`
+    repeat  function that runs forward and backward of the microbatches again
+    steps   number of completed steps, after which the weights are repeated
     """
     cast = _least(first_bad(names, flags, dist.get_rank()))
     passes = first_layers(model, repeat)

@@ -22,14 +22,14 @@ from launch.config.sections import Train
 from launch.settings.schema import ConfigError
 
 Groups = list[dict[str, Any]]
-FP32 = 8.0  # bytes of two averages of an element
+FP32 = 8.0  # bytes of optimizer state per element with two fp32 averages
 
 
-Rate = float | torch.Tensor  # a tensor on the device where a CUDA graph reads it
+Rate = float | torch.Tensor  # learning rate; a tensor on the device if a CUDA graph reads it
 
 
 def adamw(groups: Groups, train: Train, lr: Rate) -> Optimizer:
-    """Return the fused AdamW of torch, or, for invariant runs on CPUs, an AdamW whose bits do not depend on shards."""
+    """Return the fused AdamW of torch; for invariant runs on CPUs, an AdamW whose results do not depend on the sharding."""
     if train.invariant and groups[0]["params"][0].device.type == "cpu":
         return InvariantAdamW(groups, lr=train.lr, betas=train.betas, eps=train.eps)
     capturable = isinstance(lr, torch.Tensor)
@@ -52,8 +52,10 @@ OPTIMIZERS: dict[str, Callable[[Groups, Train, Rate], Optimizer]] = {
 
 
 def state_bytes(name: str, parameter: str, shape: Sequence[int], dp_shard: int) -> float:
-    """Return the bytes of optimizer state for each element of a parameter. `shape`: shape before FSDP shards the parameter.
-    AdamW keeps two averages in fp32."""
+    """Return the bytes of optimizer state per element of a parameter.
+
+    name: `[train] optimizer`. shape: shape before FSDP shards the parameter. dp_shard: number of ranks over which FSDP shards.
+    """
     if name == MUON and is_matrix_of_block(parameter, shape):
         return FP32 / 2
     encoding = ENCODINGS.get(name)
@@ -77,10 +79,10 @@ def check_installed(config: Config) -> None:
 
 
 def make_optimizer(model: nn.Module, config: Config, device: torch.device, *, capturable: bool = False) -> Optimizer:
-    """Return the optimizer of all parameters that require gradients, with weight decay of matrices only.
+    """Return the optimizer of all parameters that require gradients. Only matrices have weight decay.
 
-    A step divides gradients by the attribute `grad_scale`, and does nothing if `found_inf` is 1; both are fp32 [].
-    `capturable`: a CUDA graph may contain the step, which then reads the learning rate from the device.
+    `optimizer.step()` divides gradients by the attribute `grad_scale`, and does nothing if the attribute `found_inf` is 1; both
+    are fp32 []. `capturable`: the step can be captured in a CUDA graph, and reads the learning rate from the device.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     by_muon = {n for n, p in named if config.train.optimizer == MUON and is_matrix_of_block(n, p.shape)}
@@ -95,8 +97,8 @@ def make_optimizer(model: nn.Module, config: Config, device: torch.device, *, ca
 
 
 def describe(config: Config, plan: Plan, dp_shard: int) -> Iterator[str]:
-    """Yield lines about averages that a rank stores in few bits, and about averages in fp32 with the reason; none for fp32
-    alone."""
+    """Yield lines of the plan about a low-bit optimizer: number and bytes of encoded averages on a rank, and parameters whose
+    averages stay in fp32, with the reason. Yields nothing for other optimizers."""
     encoding = ENCODINGS.get(config.train.optimizer)
     if encoding is None:
         return

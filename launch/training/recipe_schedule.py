@@ -1,7 +1,7 @@
-"""Scheduled recipe changes and statistics of the layer groups of a configuration, layer by layer.
+"""Scheduled recipe changes (key `swap`) and cast statistics (key `stats`) of the layer groups of a config.
 
-The scheduled changes of a layer come from the last group that matches the layer and sets a recipe or changes: a group with
-a recipe cancels the changes that earlier groups schedule for its layers.
+The recipe changes of a layer come from the last matching group that sets `recipe` or `swap`: a group that sets only a recipe
+cancels the changes of earlier groups for its layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launch.config.groups import Group
 
 @dataclass(frozen=True)
 class PlannedSwap:
-    """Recipe change of layers after `at_step` steps."""
+    """Recipe change of `layers` after `at_step` completed steps."""
 
     at_step: int
     recipe: Any
@@ -33,12 +33,12 @@ class PlannedSwap:
 
 
 def some(layers: Sequence[str]) -> str:
-    """Abbreviate a list of layers."""
+    """Abbreviate a list of layer names: the first name and the number of further layers."""
     return layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more layers"
 
 
 def matching(group: Group, model: nn.Module, plan: Plan) -> list[str]:
-    """Return the linears that match a group. Raises ValueError for a pattern without a match."""
+    """Return the names of the linears that match a group. Raises ValueError for a pattern that matches none."""
     names = [row.name for row in plan.layers]
     lengths = {
         name: len(module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
@@ -51,7 +51,7 @@ def matching(group: Group, model: nn.Module, plan: Plan) -> list[str]:
 
 
 def planned_swaps(groups: Sequence[Group], steps: int, model: nn.Module, plan: Plan) -> list[PlannedSwap]:
-    """Return all scheduled recipe changes of a run of `steps` steps, by step and then in the order of groups."""
+    """Return all recipe changes of a run of `steps` steps, sorted by step, then in the order of groups."""
     asked: dict[str, Group] = {}
     for group in groups:
         if group.recipe is not None or group.swap:
@@ -64,7 +64,8 @@ def planned_swaps(groups: Sequence[Group], steps: int, model: nn.Module, plan: P
 
 
 def prepare(groups: Sequence[Group], steps: int, model: nn.Module, plan: Plan) -> list[PlannedSwap]:
-    """Schedule the recipe changes of a converted and attached model, and start to measure the layers with `stats`."""
+    """Schedule the recipe changes of a converted and attached model, enable cast statistics of layers with `stats`, and return
+    the recipe changes."""
     swaps = planned_swaps(groups, steps, model, plan)
     for planned in swaps:
         boundary.schedule(model, planned.layers, planned.at_step, planned.recipe)

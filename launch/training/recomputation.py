@@ -1,13 +1,14 @@
-"""Recomputation in backward of parts of the forward, whose activations are then not saved.
+"""Recomputation of blocks in backward (activation checkpointing), by torch.utils.checkpoint.
 
-    full        a block saves its input and runs again completely
-    selective   results of GEMMs and attention are saved, and operands of wgrad; pointwise operations run again
+    full        a block saves its input, and its complete forward runs again in backward
+    selective   results of GEMMs and attention, and operands of wgrad, are saved; pointwise operations run again
 
-Blocks are compiled inside of the recomputation: `checkpoint` turns the compiler off for what it calls, unless the function is
-compiled already. Selective recomputation looks at single operations, so its blocks run uncompiled, as the plan says.
+`checkpoint` disables the compiler for the functions that it calls, unless they are compiled already. Blocks with full
+recomputation are therefore compiled first, and then passed to `checkpoint`.
 
-Selective recomputation is the mechanism of torch: a dispatch mode decides for every operation. A linear is then one opaque
-operation (`dlp.parallel.linear.opaque`), which is not run again, so nothing is sent again.
+Selective recomputation uses a dispatch mode of torch that decides for every operation, so its blocks cannot be compiled. A
+linear is one opaque operation there (`dlp.parallel.linear.opaque`) that does not run again, so its transfers do not run again
+either.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from launch.config.sections import Train
 
+# Operations whose results selective recomputation saves
 POINTS = frozenset({
     "dlp::linear_fwd", "dlp::quantize_x", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_efficient_attention",
@@ -30,7 +32,7 @@ POINTS = frozenset({
 
 
 def recomputed(train: Train, layers: int) -> list[int]:
-    """Return the blocks that are recomputed, completely or in part: every n-th."""
+    """Return the indices of the recomputed blocks among `layers` blocks: every `recompute_every`-th, or none."""
     return [] if train.checkpointing == "none" else list(range(0, layers, train.recompute_every))
 
 
@@ -40,18 +42,21 @@ def compiles_blocks(train: Train) -> bool:
 
 
 def describe(train: Train) -> list[str]:
-    """Return the line of the plan about blocks that are not compiled although `[train] compile = true`."""
+    """Return the line of the plan if blocks are not compiled although `[train] compile = true`; otherwise an empty list."""
     if not train.compile or compiles_blocks(train):
         return []
     return [
-        'compile: blocks with [train] checkpointing = "selective" run uncompiled, since selective recomputation looks at '
-        'single operations; "full" and "none" keep them compiled'
+        'compile: blocks with [train] checkpointing = "selective" run uncompiled, since selective recomputation decides for '
+        'every single operation; with "full" and "none" they are compiled'
     ]
 
 
 def recompute(blocks: Sequence[nn.Module], train: Train) -> None:
-    """Set up recomputation of blocks as `train` says, and compile the blocks that are recomputed completely if `train.compile`.
-    Blocks draw no random numbers: stochastic rounding uses counters."""
+    """Set up `train.checkpointing` for every `train.recompute_every`-th block; compile these blocks if
+    `compiles_blocks(train)`.
+
+    RNG states are not saved: blocks draw no random numbers, since stochastic rounding uses counters.
+    """
     asked: dict[str, Any] = {"context_fn": _contexts} if train.checkpointing == "selective" else {}
     for i in recomputed(train, len(blocks)):
         block = blocks[i]

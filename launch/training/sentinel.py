@@ -1,19 +1,21 @@
-"""Sentinel: a microbatch that runs twice must give equal bits.
+"""Sentinel against hardware faults: a microbatch that runs twice must give bitwise equal results.
 
     [train] sentinel = N     in every N-th step the first microbatch runs forward and backward once more, before the step
 
-With equal weights, tokens and random state both passes give equal bits, unless a GPU, its memory or a transfer failed. Compared
-are the loss, y of each module and the gradient of each parameter, by checksums of the bits (`dlp.kernels.ops.checksums`), which
-any flipped bit changes. A difference ends the run before the update, on all ranks, with rank, layer, pass, device and
-step, or skips the update. Under FSDP that reduces gradients once a step, the gradients of a step with several microbatches are
-not compared. Weights, optimizer states and gradients take one launch for 128 tensors; each y takes one launch, because later
-modules may write to its memory.
+With equal weights, tokens and random state both runs are bitwise equal, unless a GPU, its memory or a transfer failed. The
+sentinel compares the loss, the output y of each module and the gradient of each parameter, by checksums of their bits
+(`dlp.kernels.ops.checksums`) that any flipped bit changes. A difference ends the run on all ranks before the update, with a
+message that names rank, layer, pass, device and step; or it skips the update (`[train] sentinel_action`).
 
-Weights and optimizer states, which a step reads before writing, must have equal bits before the first pass and after the
-second; a difference of these always ends the run. In the repeated pass, ranks also compare checksums of what they send each
-other (`dlp.comm.wire_checks`), so that a damaged transfer is told from a wrong computation.
+Weights and optimizer states must have equal bits before the first run and after the second; a difference of these always ends
+the run. During the additional run, ranks also compare checksums of the data that they send each other (`dlp.comm.wire_checks`),
+to distinguish a damaged transfer from a wrong computation.
 
-A step whose bytes the ledger counts has no sentinel, which would send twice. Modules inside compiled blocks are not checked.
+Not checked: steps whose bytes the ledger counts, since the additional run would send bytes that are not in the plan; modules
+inside of compiled blocks; gradients, if FSDP reduces them once per step and the step has several microbatches.
+
+One launch computes the checksums of up to 128 weights, optimizer states or gradients. Each y has a separate launch, because
+later modules may overwrite its memory.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from dlp.parallel.model.session import session_of, without_effects
 from dlp.parallel.weight.local import local_values
 from launch.ranks.links import OWN
 
-Name = tuple[str, str]  # pass, and tensor or module
-Sums = list[tuple[list[Name], Tensor]]  # names of tensors, and the checksum of each, int64 [number of names]
+Name = tuple[str, str]  # "memory", "forward ..." or "backward"; and the name of the tensor in messages
+Sums = list[tuple[list[Name], Tensor]]  # names of tensors, and one checksum per name, int64 [number of names]
 
 
 class SentinelError(Exception):
-    """Error for a microbatch that gave different bits when it ran again; the message is equal on all ranks and names the
-    place."""
+    """Error for a microbatch whose two runs differed in bits. The message is equal on all ranks and names rank and layer."""
 
 
 class Sentinel:
-    """Runner and comparison of repeated microbatches.
+    """Checks of a run by microbatches that run twice. Order of calls: `rehearse`, `recording`, `close`, `compare`.
 
-    every     `[train] sentinel`; 0: never
-    skips     whether a difference skips the update instead of ending the run
-    folder    folder for both tensors of the first difference on a rank; None: tensors are not kept
+    every      `[train] sentinel`; 0: never
+    optimizer  optimizer whose states are compared; None: only weights are compared
+    skips      whether a difference skips the update instead of ending the run
+    folder     folder for both versions of the first tensor that differs on a rank; None: tensors are not written
     """
 
     def __init__(
@@ -58,19 +60,19 @@ class Sentinel:
         self._model, self.every, self._optimizer = model, every, optimizer
         self._skips, self._folder = skips, folder
         self._first: Sums = []
-        self._copies: dict[Name, list[Tensor]] = {}  # copies of both passes in host memory
+        self._copies: dict[Name, list[Tensor]] = {}  # copies of the tensors of both runs in host memory
         self._damaged: list[Damaged] = []
 
     def due(self, step: int) -> bool:
-        """Return whether step `step`, counted from 1, has a sentinel."""
+        """Return whether the sentinel checks step `step`, counted from 1."""
         return self.every > 0 and step % self.every == 0
 
     def rehearse(self, backward: Callable[[], Tensor], *, gradients: bool) -> None:
-        """Run a microbatch without side effects: `backward()` runs it and returns the loss; gradients and recipe state are
-        dropped. `gradients`: compare gradients of parameters as well."""
+        """Do the additional run: call `backward`, which runs a microbatch forward and backward and returns the loss, and store
+        the checksums. Gradients and changes of the recipe state are dropped. `gradients`: include gradients of parameters."""
         self._copies.clear()
         checks, memory = WireChecks(), self._memory()
-        alone = dist.get_world_size() == 1  # observing each operation costs the host as much as running it
+        alone = dist.get_world_size() == 1  # then `WireChecks`, which slows the host down, has nothing to check
         with without_effects(session_of(self._model)):
             with self.recording() as sums, nullcontext() if alone else checks:
                 loss = backward()
@@ -82,7 +84,7 @@ class Sentinel:
             parameter.grad = None
 
     def _add(self, sums: Sums, tensors: Mapping[Name, Tensor]) -> None:
-        """Add the checksums of tensors on one device, and keep copies of the tensors if the run has a folder for tensors."""
+        """Append the checksums of tensors on one device to `sums`, and copy the tensors to the host if `folder` is set."""
         values = [local_values(tensor) for tensor in tensors.values()]
         if not values:
             return
@@ -92,8 +94,8 @@ class Sentinel:
                 self._copies.setdefault(name, []).append(value.to("cpu", copy=True))
 
     def _memory(self) -> Sums:
-        """Checksums of weights and optimizer states on this rank, without states that are tensors of user-defined classes."""
-        by_device: dict[torch.device, dict[Name, Tensor]] = {}  # counters of steps may be in host memory
+        """Return the checksums of weights and optimizer states on this rank, without states of tensor subclasses."""
+        by_device: dict[torch.device, dict[Name, Tensor]] = {}  # step counters of the optimizer may be in host memory
         for name, parameter in self._model.named_parameters():
             states = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
             held = {f"{name} itself": parameter, **{f"{key} of {name}": x for key, x in states.items()}}
@@ -107,7 +109,7 @@ class Sentinel:
 
     @contextmanager
     def recording(self) -> Iterator[Sums]:
-        """Context in which y of each module is added to the sums."""
+        """Return a context in which the checksum of the output y of each module is appended to the yielded list."""
         sums: Sums = []
 
         def look(name: str, module: nn.Module, args: Any, y: Any) -> None:
@@ -131,16 +133,20 @@ class Sentinel:
         return any(module._compiled_call_impl is not None for module in above)
 
     def close(self, sums: Sums, loss: Tensor, *, gradients: bool) -> None:
-        """Add the sums of the loss and, with `gradients`, of the gradients of all parameters in the order of backward."""
+        """Append the checksum of the loss and, with `gradients`, those of the gradients of all parameters, in about the order
+        of backward."""
         self._add(sums, {("forward", "the loss"): loss})
         named = reversed(list(self._model.named_parameters())) if gradients else ()
         grads = {("backward", f"the gradient of {name}"): p.grad for name, p in named if p.grad is not None}
         self._add(sums, grads)
 
     def compare(self, sums: Sums, step: int, device: torch.device) -> str:
-        """Compare with the repeated microbatch, and the memory with the memory before; all ranks call it together. Waits for
-        the device. Returns the difference for which the update must be skipped; "": no difference. SentinelError on all
-        ranks."""
+        """Compare the checksums `sums` of the microbatch in the step with those of the additional run; compare the checksums of
+        weights and optimizer states as well. Collective; waits for the device.
+
+        Returns "" without a difference, else a sentence about the difference, and the update must be skipped. Raises
+        SentinelError on all ranks if a difference must end the run.
+        """
         sums = self._memory() + sums
         keys, names = ([name for names, _ in each for name in names] for each in (self._first, sums))
         same, own = keys == names, [0]
@@ -159,7 +165,7 @@ class Sentinel:
             said = f"{self._damaged[0]}, which arrived with other bits than were sent"
         elif own:
             said = f"{keys[own[0]][1]} in {keys[own[0]][0].split()[0]}" if same else "other modules ran"
-        # The next step would read the difference; the step boundary of a skipped update takes its amaxes into delayed scales
+        # A skipped update does not remove these differences: damaged memory, and amaxes that enter the delayed scales
         delayed = (session := session_of(self._model)) is not None and session.has_slots()
         stays = not same or delayed or any(keys[i][0] == "memory" for i in own)
         kept = self._keep(keys[own[0]], step) if own and same else ""
@@ -169,24 +175,24 @@ class Sentinel:
         return self._react(step, told)
 
     def _keep(self, key: Name, step: int) -> str:
-        """Write both tensors of a difference; return a clause about the file, "" if no file was asked for."""
+        """Write both versions of the tensor `key` into `folder`, and return a clause about the file; "" without `folder`."""
         if self._folder is None:
             return ""
         first, second = self._copies[key]
         name = f"sentinel-step-{step}-rank{dist.get_rank()}.pt"
         try:
             torch.save({"tensor": key[1], "first": first, "second": second}, self._folder / name)
-        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError where a file cannot be written
+        except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the file cannot be written
             return f"{name} could not be written ({str(error).partition(chr(10))[0]})"
         return f"{name} has both tensors"
 
     def _react(self, step: int, told: list[Any]) -> str:
         """Return the sentence about a difference if the update can be skipped, else raise SentinelError.
 
-        told: from each rank, the first difference, the device, the numbers of damaged transfers and of differences, whether a
-        difference stays after the step, and the file with both tensors
+        told: for each rank, a tuple (first difference, device, number of damaged transfers, number of differences, whether a
+        difference would remain after a skipped update, clause about the file)
         """
-        damaged = any(transfers for _, _, transfers, *_ in told)  # a damaged transfer causes all other differences
+        damaged = any(transfers for _, _, transfers, *_ in told)  # then all other differences follow from the transfer
         where = [
             f"rank {rank} ({kind}): {said}, {transfers or differences} in all"
             for rank, (said, kind, transfers, differences, _, _) in enumerate(told)

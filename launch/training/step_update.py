@@ -1,10 +1,11 @@
 """Update of a step: gradient norm, clipping and the optimizer step, which is skipped if the norm is a spike.
 
-    spike     norm > [train] skip_spikes x median of the last 100 norms without spikes, once 20 norms are known
-    limit     5 skipped steps in a row; the sixth step is applied and clipped: the norm has moved
+    spike     norm > [train] skip_spikes x median of the last 100 norms without spikes, after at least 20 norms
+    limit     at most 5 steps in a row are skipped; a sixth spike in a row is clipped and applied, since the level of the
+              norm has probably changed
 
-All decisions are made on the device, by numbers with equal bits on all ranks, so the host never waits. Norms are saved with a
-checkpoint, so that a resumed run skips the same steps.
+All decisions are computed on the device from numbers that are bitwise equal on all ranks, so the host never waits. Checkpoints
+contain the norms, so that a resumed run skips the same steps.
 """
 
 from __future__ import annotations
@@ -16,31 +17,35 @@ from torch.optim import Optimizer
 from launch.config.sections import Train
 from launch.training.gradient_norm import GradientNorm
 
-WINDOW = 100  # number of norms for the median
-KNOWN = 20  # minimum number of norms
-IN_A_ROW = 5
+WINDOW = 100  # number of norms from which the median is computed
+KNOWN = 20  # number of norms from which on spikes are detected
+IN_A_ROW = 5  # largest number of steps in a row that are skipped as spikes
 
 
 class SpikeFilter:
-    """Detector of spikes. `factor`: multiple of the median above which a norm is a spike; 0: never."""
+    """Detector of spikes of the gradient norm. `factor`: multiple of the median above which a norm is a spike; 0: never."""
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self._factor = factor
-        self.norms = torch.full((WINDOW,), torch.nan, device=device)  # a ring
-        self.taken = torch.zeros(1, dtype=torch.int64, device=device)  # number of norms so far
-        self.in_a_row = torch.zeros(1, dtype=torch.int64, device=device)
+        self.norms = torch.full((WINDOW,), torch.nan, device=device)  # ring buffer
+        self.taken = torch.zeros(1, dtype=torch.int64, device=device)  # number of norms recorded so far
+        self.in_a_row = torch.zeros(
+            1, dtype=torch.int64, device=device
+        )  # number of latest norms in a row that are spikes
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that a checkpoint saves and loading overwrites."""
+        """Return the tensors that a checkpoint saves; loading a checkpoint overwrites them. Empty if `factor` is 0."""
         return {"norms": self.norms, "taken": self.taken, "in_a_row": self.in_a_row} if self._factor else {}
 
     def __call__(self, norm: Tensor, known_bad: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the largest norm that is not a spike, fp32 [], and whether the update is skipped, bool []: if the norm is a
-        spike, or `known_bad`. The window takes no norm that is known to be bad."""
+        """Return the largest norm that is not a spike, fp32 [], and whether the update is skipped, bool [].
+
+        norm: norm of this step, fp32 []. known_bad: skip the update in any case, and do not record the norm.
+        """
         if not self._factor:
             return torch.full_like(norm, torch.inf), torch.full_like(norm, known_bad, dtype=torch.bool)
         middle = (self.taken.clamp(max=WINDOW) - 1).clamp(min=0) // 2
-        # Norms that are not known yet are NaN, which sorts last
+        # Unused entries of the ring buffer are NaN, which sorts last
         limit = self._factor * self.norms.sort().values.gather(0, middle)
         limit = torch.where(self.taken >= KNOWN, limit, torch.inf)
         if known_bad:
@@ -56,7 +61,7 @@ class SpikeFilter:
 
 
 class Update:
-    """Update of a model whose gradients are complete."""
+    """Clipping and optimizer step of a model, called after the last backward of a step."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, train: Train, device: torch.device) -> None:
         self._optimizer, self._clip = optimizer, train.clip
@@ -64,11 +69,11 @@ class Update:
         self.spikes = SpikeFilter(train.skip_spikes, device)
 
     def __call__(self, skip: bool = False) -> Tensor:
-        """Clip by the global norm and run the optimizer step, which divides gradients by `grad_scale` and does nothing
-        if `found_inf` is set. `skip`: skip the step in any case.
+        """Clip by the global norm, run the optimizer step, and set gradients to None.
 
-        Returns fp32 [3]: the norm before clipping, the limit above which a norm is a spike, and whether the step was
-        skipped because of a spike or `skip`.
+        The step is skipped, without waiting of the host, if the norm is not finite or a spike, or if `skip`. Returns fp32 [3]:
+        the norm before clipping, the limit above which a norm is a spike, and 1 if the step was skipped because of a spike or
+        `skip`.
         """
         optimizer, norm = self._optimizer, self._norm()
         limit, skips = self.spikes(norm, known_bad=skip)

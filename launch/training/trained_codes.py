@@ -1,7 +1,7 @@
-"""Codes of a checkpoint: each linear's weight, quantized as the training forward after the last step would quantize it.
+"""Quantize the weights of a checkpoint exactly as the next training forward would quantize them, for export as codes.
 
-A weight is rounded to the dtype of activations and cast once by the rowwise quantizer of w that the layer's recipe had at the
-step of the checkpoint, scheduled recipe changes included. Delayed scales are those of the checkpoint.
+A weight is rounded to the dtype of activations, then cast by the rowwise quantizer of w in the recipe that the layer has at the
+step of the checkpoint, after scheduled recipe changes. Delayed scales are read from the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from launch.weights.weights_only import Reader
 class CodedLinear:
     """A linear that is exported as codes.
 
-    recipe  recipe of the training, with codes in the place of fake quantization
+    recipe  recipe of the training; quantizers of fake quantization are replaced by those that return codes
     shape   (N, K) of the weight
-    dtype   dtype of activations, to which the weight is rounded first
-    scale   fp32 [], the delayed scale of the weight; None: the quantizer computes the scales
+    dtype   dtype of activations, to which the weight is rounded before the cast
+    scale   delayed scale of the weight, fp32 []; None: the quantizer computes scales from the weight
     """
 
     recipe: Recipe
@@ -54,14 +54,14 @@ class CodedLinear:
         return compressed.scheme(self.quantizer.format, self.activation)
 
     def shapes(self) -> dict[str, Tensor]:
-        """Shapes and dtypes of the tensors of the linear, by the name after the layer's."""
+        """Return the exported tensors of the linear on the meta device, by name without the name of the layer."""
         fmt = self.quantizer.format
         padded = fmt.padded(torch.empty(self.shape, device="meta"))
         q = fmt.empty((padded.shape[0], padded.shape[1]), dtype=self.dtype, device=torch.device("meta"))
         return {name: each.to("meta") for name, each in self._encoded(q).tensors.items()}
 
     def encode(self, weight: Tensor) -> compressed.Encoded:
-        """Convert the weight [N, K] of the checkpoint to tensors of the layout."""
+        """Quantize the weight [N, K] of the checkpoint, and return its tensors in the compressed-tensors layout."""
         w = self.quantizer.format.padded(weight.to(self.dtype))
         slot: dict[str, Any] = (
             {} if self.scale is None else {"slot": ScaleSlot(self.scale, torch.zeros_like(self.scale))}
@@ -73,10 +73,10 @@ class CodedLinear:
 
 
 def coded_linears(reader: Reader, model: Model) -> dict[str, CodedLinear]:
-    """The linears of a checkpoint whose recipe quantizes weights, by name.
+    """Return the linears of a checkpoint whose recipe quantizes weights, by name.
 
-    ValueError for a checkpoint whose recipes are unknown, for a model without such linears, for weights whose scales depended
-    on the tp rank, and for formats that compressed-tensors does not have.
+    Raises ValueError if the recipes of the training differ from the saved config, if there is no such linear, if scales of a
+    weight depended on the tp rank, or if compressed-tensors lacks a format.
     """
     path, manifest = reader.path, reader.opened.manifest
     config = from_text(manifest["config"], f"the config of {path}")
@@ -125,5 +125,5 @@ def _coded(row: LayerPlan, recipe: Recipe, config: Config, tp: int, reader: Read
         if scale is None or scale.dim():
             raise ValueError("the checkpoint has no delayed scale of w that all ranks share; leave --codes out")
     linear = CodedLinear(recipe, row.shape, DTYPES[config.train.dtype], scale)
-    linear.shapes()  # raises ValueError for formats without this layout
+    linear.shapes()  # raises ValueError for formats that compressed-tensors lacks
     return linear

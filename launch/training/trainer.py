@@ -1,10 +1,10 @@
 """Training loop of one rank.
 
     ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐
-    └─ read the numbers of the previous step; validate, save, stop at boundaries ◄┘
+    └─ read the results of the previous step; validate, save or stop if due     ◄┘
 
-Results of a step are read one step later, so the host never waits for the device in between. Ranks share loss and stop
-requests in one reduction per step.
+The host reads the results of a step one step later, so it never waits for the device. One reduction per step adds loss and
+stop requests of all ranks.
 """
 
 from __future__ import annotations
@@ -60,17 +60,25 @@ from launch.training.wire_bytes import WARM, WireWatch
 from launch.weights import weights_only
 
 Batch = tuple[Tensor, ...]
-# Number of steps after which the captured passes are known; the ledger may have counted one of these steps
+# Number of steps after which all passes have been captured as far as possible; the ledger may have counted one of these steps
 SETTLED = WARM + 2
 
 
 @dataclass
 class Step:
-    """A launched step whose results the host has not read: mean loss x tp, number of ranks with a stop request, number of
-    ranks with a flag set, gradient norm, limit of the norm, whether the update was skipped, flags of this rank.
-    `began`, `ended`: host clock; a step ends when the next step begins, or when the host waits for the results. `wire`:
-    bytes that this rank sent in the step, by group. `damage`: difference for which the update was skipped (`Sentinel`).
-    `remarks`: lines to print after the results."""
+    """Launched step whose results the host has not read yet.
+
+    number    number of the step, counted from 1
+    numbers   results on the way to the host: mean loss x tp, number of ranks with a stop request, number of ranks with a flag,
+              gradient norm, limit above which a norm is a spike, whether the update was skipped, flags of this rank
+    lr        learning rate of the step
+    watch     times of the parts of the step
+    began     host clock at the begin of the step, in seconds
+    wire      bytes that this rank sends in the step, by process group
+    ended     host clock at the begin of the next step; None: the host waits for the results instead
+    damage    sentence about the difference for which the update was skipped (`Sentinel`); "": no difference
+    remarks   lines to print after the results
+    """
 
     number: int
     numbers: OnTheWay
@@ -84,11 +92,12 @@ class Step:
 
 
 class NotFinite(Exception):
-    """Error for a NaN or Inf in the loss or in a cast tensor; the message is equal on all ranks and names the origin."""
+    """Error for a NaN or Inf in the loss, the gradient norm or a cast tensor. The message is equal on all ranks and names the
+    layer where it arose."""
 
 
 class Trainer:
-    """Run of this rank: the constant parts and the loop. Raises ValueError for data that does not fit the config."""
+    """State and loop of a training run on this rank. Raises ValueError for data that does not fit the config."""
 
     def __init__(self, config: Config, built: Built, run: RunDir, stop: StopFlag) -> None:
         self.config, self.built, self.run, self.stop = config, built, run, stop
@@ -113,21 +122,22 @@ class Trainer:
         self.wire = WireWatch(config, built)
         saves = config.checkpoint
         self.saver = Saver(run.checkpoints, self.state, saves.keep, saves.asynchronous)
-        # With resume = "none", checkpoints in the run's folder belong to another run
+        # With resume = "none", existing checkpoints in the folder are from another run
         self.starts_a_lineage = config.checkpoint.resume == "none"
         self.sentinel = Sentinel(
             built.model, train.sentinel, built.optimizer, skips=train.sentinel_action == "skip",
             folder=run.path if train.sentinel_tensors else None,
         )  # fmt: skip
-        self.damage = ""  # difference that the sentinel of the current step found
+        self.damage = ""  # difference that the sentinel found in the current step; "": none
         self.wants_stop = False
         self.replays = Replays([self.recipes], torch.cuda.Stream(built.device) if built.graph else None)
         self.skipped = 0  # number of skipped updates since the start
-        # Current slow activity outside of steps; seconds of the last step whose results were read
+        # Current slow activity, "" within a normal step; seconds of the last step whose results were read
         self.doing, self.took = "starting", 0.0
 
     def resume(self) -> int:
-        """Restore the checkpoint of the configuration; return the number of completed steps. Raises CheckpointError."""
+        """Load the checkpoint that `[checkpoint] resume` names, or the weights of `[train] init_from`; return the number of
+        completed steps. Raises CheckpointError."""
         resume = self.config.checkpoint.resume
         path = rank_objects.from_rank_0(lambda: manifest.resolve(resume, self.run.checkpoints))
         if path is None:
@@ -153,7 +163,7 @@ class Trainer:
             self.run.say(remark)
 
     def place(self) -> Place:
-        """Return the current activity of this rank, for the thread that detects hangs."""
+        """Return the current place of this rank, for `HangWatch`."""
         last, pass_name, doing = self.recipes.last, self.recipes.last_pass, self.doing
         layer = "none yet" if last is None else f"{', '.join(last.members)} in {pass_name}"
         text = f"step {self.recipes.steps + 1}, {doing + ', ' if doing else ''}last layer {layer}"
@@ -161,7 +171,8 @@ class Trainer:
 
     @contextmanager
     def slowly(self, what: str, is_so: bool = True) -> Iterator[None]:
-        """Context of work that may take long without visible progress (`launch.ranks.hang_watch`), if `is_so`."""
+        """Return a context in which this rank is at a slow place (`launch.ranks.hang_watch`), if `is_so`. `what`: description
+        of the work."""
         before = self.doing
         self.doing = what if is_so else before
         try:
@@ -170,7 +181,7 @@ class Trainer:
             self.doing = before
 
     def replace_later(self, done: int) -> None:
-        """Move checkpoints of this run beyond the step from which the run resumes aside."""
+        """Rename checkpoints of later steps than `done`, from which this run resumes, so that the run can write these steps."""
         if self.run.leader:
             for later in (each for each in manifest.complete(self.run.checkpoints) if manifest.step_of(each) > done):
                 self.run.say(
@@ -179,8 +190,8 @@ class Trainer:
                 )
 
     def batches(self, data: TokenStream, step: int) -> Iterator[Batch]:
-        """Yield this rank's microbatches of a global batch on the device: tokens, targets, and documents if attention needs
-        them."""
+        """Yield this rank's microbatches of a global batch on the device: tokens, targets, and the fields of `Documents` if
+        attention restarts at documents."""
         for micro in range(self.built.batch.num_micro):
             place = (step, micro, self.built.dims.dp_rank, self.built.batch.dp_size)
             documents = data.documents(*place) if self.config.data.reset_attention else ()
@@ -188,18 +199,18 @@ class Trainer:
             yield tuple(self.on_device(each) for each in (*tokens, *documents))
 
     def on_device(self, tokens: Tensor) -> Tensor:
-        """Copy from pinned memory, so that the host does not wait for the device."""
+        """Copy a tensor to the device; on a GPU from pinned memory, so that the host does not wait."""
         device = self.built.device
         return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss summed over a microbatch, fp32 [], with z_loss during training."""
+        """Return the loss summed over the tokens of a microbatch, fp32 []; it includes z_loss if gradients are enabled."""
         z_loss = self.config.train.z_loss if torch.is_grad_enabled() else 0.0
         invariant = self.config.train.invariant
         return self.config.architecture.loss(self.built.model, batch, self.built.mesh, z_loss, invariant)
 
     def valid_tokens(self, batches: Sequence[Batch]) -> Tensor:
-        """Return the number of targets of the global batch that count, fp32 []."""
+        """Return the number of targets in the global batch that the loss does not ignore, fp32 []."""
         valid = torch.stack([(batch[1] != IGNORED).sum() for batch in batches]).sum().float()
         if dist.get_world_size() > 1:
             with observer.label(**OWN):
@@ -207,8 +218,8 @@ class Trainer:
         return valid / self.built.dims.tp
 
     def watched_step(self, step: int) -> Step:
-        """Run `train_step`, and compare the bytes on the wire with the plan if the configuration asks for it. Raises
-        LedgerError on all ranks."""
+        """Run `train_step`; in steps that `[train] ledger` selects, compare the bytes sent with the plan. Raises LedgerError on
+        all ranks if they differ."""
         with self.wire.step() as watched:
             current = self.train_step(step)
         if watched:
@@ -216,7 +227,7 @@ class Trainer:
         return current
 
     def profiled_step(self, step: int) -> Step:
-        """Run `watched_step`, on rank 0 under the profiler if this is the step of `[train] profile`."""
+        """Run `watched_step`; on rank 0 in step `[train] profile`, run it under the profiler."""
         if step + 1 != self.config.train.profile or not self.run.leader:
             return self.watched_step(step)
         if self.config.train.profiler == "nvtx":
@@ -232,14 +243,15 @@ class Trainer:
         return current
 
     def train_step(self, step: int) -> Step:
-        """Run forward and backward over the microbatches, then the optimizer; nothing is read back."""
+        """Launch a step: forward and backward of all microbatches, optimizer, reduction of the results. The host reads no
+        results."""
         began, watch = time.perf_counter(), Stopwatch(self.built.device)
         with self.slowly("reading data"):
             batches, lr = list(self.batches(self.train_data, step)), learning_rate(step, self.config.train)
         watch.lap("data")
         self.damage = ""
         self.set_learning_rate(lr)
-        # A sentinel compares modules, which a replay does not call.
+        # The sentinel needs hooks of modules, which a replay does not call
         graph = self.built.graph and self.replays.next() and not self.sentinel.due(self.recipes.steps + 1)
         numbers = self.replay(batches) if graph else self.compute(batches, watch.lap)
         flags = torch.cat([torch.zeros_like(numbers[:0]), *self.recipes.flags.closed])
@@ -252,19 +264,20 @@ class Trainer:
         return Step(step + 1, coming, lr, watch, began, self.wire.bytes(), damage=self.damage)
 
     def compute(self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None) -> Tensor:
-        """Run the device work of a step; return this rank's part of the loss and the results of `optimize`, fp32 [4]."""
+        """Run forward, backward and optimizer of a step; return this rank's part of the loss and the results of `optimize`,
+        fp32 [4]."""
         return torch.cat([self.forward_backward(batches, lap).unsqueeze(0), self.optimize()])
 
     def forward_backward(
         self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None, *, sentinel: bool = True
     ) -> Tensor:
-        """Compute the gradients of a step; return this rank's part of the loss, fp32 []. `sentinel`: a step in which a sentinel
-        is due has one."""
+        """Compute the gradients of a step; return this rank's part of the loss, fp32 []. `sentinel`: run the sentinel if it is
+        due."""
         model = self.built.model
         valid = self.valid_tokens(batches)
         losses: list[Tensor] = []
         watched = sentinel and self.sentinel.due(self.recipes.steps + 1) and not self.wire.watches
-        # FSDP that reduces once a step has incomplete gradients after the first of several microbatches
+        # If FSDP reduces once per step, gradients are not reduced after the first of several microbatches
         once = isinstance(model, FSDPModule) and self.built.accumulation.reductions == 1
         gradients = len(batches) == 1 or not once
         if watched:
@@ -294,17 +307,17 @@ class Trainer:
         return total
 
     def microbatch(self, batch: Batch, valid: Tensor, lap: Callable[[str], None] = lambda part: None) -> Tensor:
-        """Run forward and backward of one microbatch; return its part of the loss, fp32 []."""
+        """Run forward and backward of one microbatch; return its contribution to the mean loss, fp32 []."""
         loss = self.loss(batch) / valid
         lap("forward")
-        # FSDP averages gradients; the loss needs the sum.
+        # FSDP averages gradients over the ranks, but the gradient of the mean loss is their sum
         averaged = 1 if self.config.train.invariant else self.built.batch.token_ranks
         (loss * averaged).backward()
         dlp.backward_dw(self.built.model)
         return loss.detach()
 
     def replay(self, batches: Sequence[Batch]) -> Tensor:
-        """Run `compute` as a CUDA graph, which is captured if there is none."""
+        """Run `compute` as a CUDA graph, which is captured first if necessary. Same result as `compute`."""
         self.saver.before_update()
         if not self.replays.captured:
             with self.wire.capture():
@@ -314,7 +327,7 @@ class Trainer:
         return numbers
 
     def rehearse(self) -> None:
-        """Run one microbatch forward and backward without side effects: gradients and recipe state are dropped."""
+        """Run one microbatch forward and backward without side effects: gradients are dropped, recipe state is restored."""
         with self.replays.stream():
             before = dlp.state_dict(self.built.model)
             self.loss(next(self.batches(self.train_data, 0))).backward()
@@ -336,7 +349,7 @@ class Trainer:
                 self.run.say(f"step {step + 1}: {passes} passes without an update found {found} delayed scales")
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the next step; a CUDA graph reads the rate from device memory."""
+        """Set the learning rate of all parameter groups, in device memory if a CUDA graph reads it."""
         for group in self.built.optimizer.param_groups:
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)
@@ -344,18 +357,18 @@ class Trainer:
                 group["lr"] = lr
 
     def optimize(self) -> Tensor:
-        """Apply `Update`; return gradient norm, limit of a spike, and whether the update was skipped, fp32 [3]."""
+        """Run `Update`, and return its result, fp32 [3]. The update is skipped if the sentinel has found a difference."""
         self.saver.before_update()
         return self.update(skip=bool(self.damage))
 
     def read(self, step: Step) -> None:
-        """Read the numbers of a finished step: record them, and react to a NaN or Inf or a stop request."""
+        """Wait for the results of a step, record them, and note a stop request. Raises NotFinite for a NaN or Inf."""
         loss, wishes, flagged, norm, limit, skipped, *flags = step.numbers.read()
         loss /= self.built.dims.tp  # every tp rank contributed the same loss
         self.took = seconds = (step.ended or time.perf_counter()) - step.began
         if flagged or not (math.isfinite(loss) and math.isfinite(norm)):
             self.say_remarks(step)
-            self.replays.drop()  # the repeated step needs the memory of the graph
+            self.replays.drop()  # running the step again needs the memory that the graph has reserved
             names, steps = self.recipes.flags.names, self.recipes.steps
             with self.slowly("locating non-finite values"):
                 where, numbers = origin(names, flags, self.built.model, partial(self.repeat, step.number - 1), steps)
@@ -382,7 +395,7 @@ class Trainer:
         self.say(step.remarks)
 
     def repeat(self, step: int) -> None:
-        """Run forward and backward of a step again for diagnosis; gradients stay."""
+        """Run forward and backward of a step again for diagnosis. Gradients are not cleared."""
         for batch in self.batches(self.train_data, step):
             self.loss(batch).backward()
             dlp.backward_dw(self.built.model)
@@ -397,7 +410,7 @@ class Trainer:
                 totals[1] += (batch[1] != IGNORED).sum()
             self.stop.beat()
         if isinstance(self.built.model, FSDPModule):
-            # After a forward without backward the root unit stays gathered; the next step gathers it again
+            # After a forward without backward the root FSDP unit keeps unsharded parameters; free them
             self.built.model.reshard()
         totals[0] = self.total(losses)
         dist.all_reduce(totals)
@@ -413,8 +426,8 @@ class Trainer:
             self.run.say(line)
 
     def loop(self, done: int) -> tuple[int, float]:
-        """Train from `done` steps on; return the number of completed steps (fewer than configured after a SIGTERM) and the
-        last validation loss. Raises NotFinite; a step whose numbers were not read is never saved."""
+        """Train after `done` completed steps; return the number of completed steps (fewer than `[train] steps` after SIGTERM)
+        and the last validation loss. Raises NotFinite. The results of a step are read before the step is saved."""
         config, steps, loss, begun = self.config, self.config.train.steps, math.nan, done
         settled = begun + SETTLED
         in_flight: Step | None = None
@@ -432,7 +445,7 @@ class Trainer:
                 current.remarks += capture.describe(self.built.model)
             if self.tell_recipes(current) and done < steps:
                 settled = done + SETTLED
-                self.read(in_flight)  # stop requests and NaNs are handled before the passes
+                self.read(in_flight)  # handle a stop request or NaN before `find_scales`
                 in_flight = None
                 if not self.wants_stop:
                     self.find_scales(done)
@@ -448,12 +461,12 @@ class Trainer:
             if saves or (self.wants_stop and not config.checkpoint.none):
                 self.save(done, final=done == steps or self.wants_stop)
         with self.slowly("saving"), self.stop.saving():
-            self.say(self.saver.settle(final=True))  # in case the last step has no checkpoint
+            self.say(self.saver.settle(final=True))  # a save may be in flight if the last step has no checkpoint
         return done, loss
 
     def tell_recipes(self, current: Step) -> bool:
-        """Record counted bytes, recipe changes at the step boundary and statistics of measured layers; return whether
-        recipes changed."""
+        """Record counted bytes, recipe changes and cast statistics of a step; return whether recipes changed at the step
+        boundary."""
         done, swaps = current.number, [swap for swap in self.recipes.swaps if swap.step == current.number]
         if self.wire.watches:
             self.recorder.ledger(done, self.wire.account())
@@ -465,7 +478,7 @@ class Trainer:
         return bool(swaps)
 
     def train(self, done: int) -> None:
-        """Train from `done` steps to the end or to a SIGTERM, and print which of the two ended the training."""
+        """Train after `done` completed steps until the last step or SIGTERM, and print how the training ended."""
         steps = self.config.train.steps
         if done >= steps:
             self.run.say(

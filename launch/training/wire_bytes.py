@@ -1,4 +1,5 @@
-"""Bytes that a training step sends: the bytes of the plan, and of loss, gradient norm and metrics."""
+"""Bytes that a rank sends in a training step: planned bytes of layers, loss, gradient norm and metrics, and the check of the
+plan against counted bytes."""
 
 from __future__ import annotations
 
@@ -41,13 +42,15 @@ from launch.training.build import Built
 from launch.training.gradient_accumulation import Accumulation, gradient_wire
 from launch.training.recomputation import recomputed
 
-WARM = 2  # number of steps before the ledger counts: weights are then cast at the step boundary, and code is compiled
-# fp32 numbers that ranks reduce in a step: valid tokens, the square of the norm, loss, stop requests and flags.
+WARM = 2  # number of steps that the ledger does not count: the first steps also compile, and cast weights in forward
+# Sizes, in fp32 numbers, of the all-reduces over all ranks in a step: valid targets; squared norm; loss, stop request and
+# flags.
 SHARED_NUMBERS = (1, 1, 3)
 
 
 def workload(config: Config, world: int, reductions: int) -> Workload:
-    """Return the sizes of a step on `world` ranks. Raises ConfigError if the configuration does not fit."""
+    """Return the sizes that determine the bytes of a step on `world` ranks. `reductions`: number of times per step that FSDP
+    reduces gradients. Raises ConfigError if the config does not fit `world`."""
     batch, mesh = validate_world(config, world), config.mesh
     blocks = tuple(config.architecture.blocks)
     dtype, sharded = DTYPES[config.train.dtype], shards(config, batch.token_ranks)
@@ -68,8 +71,11 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
 def planned(
     plan: Plan, load: Workload, optimizer: str = "adamw", shared_numbers: Sequence[int] = SHARED_NUMBERS
 ) -> dict[Sent, int]:
-    """All bytes that a rank sends in a step, including the bytes of `[train] optimizer`. shared_numbers: sizes of the
-    reductions over all ranks in the training loop. Raises Unpredictable."""
+    """Return the planned bytes that a rank sends in a step, by group, layer, purpose and precision.
+
+    optimizer: `[train] optimizer`; Muon sends bytes, too. shared_numbers: sizes of the all-reduces of the training loop over
+    all ranks, in fp32 numbers. Raises Unpredictable if a user-defined format or strategy does not state sizes.
+    """
     total = Counter(step_traffic(plan, load))
     if any(row.name.rpartition(".")[2] == "lm_head" and row.style == "column" for row in plan.layers):
         total.update(cross_entropy(load))
@@ -81,7 +87,7 @@ def planned(
 
 
 def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
-    """Return the bytes of gathers by Muon: every matrix of a block in bf16, over the axis of FSDP, then over tp."""
+    """Return the bytes that Muon sends: it gathers every matrix of a block in bf16, over the FSDP axis, then over tp."""
     total, cut_by_tp = (
         Counter[Sent](),
         {name for name, (row, _) in linear_weights(plan).items() if row.row.shard_dim is not None},
@@ -98,7 +104,7 @@ def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
 
 
 def by_group(sent: Mapping[Any, int]) -> dict[str, int]:
-    """Return bytes by process group."""
+    """Return the sums of bytes by process group, without groups that send nothing."""
     sums = observer.totals(sent, "group")
     return {group: sums[group] for group in GROUPS if sums.get(group)}
 
@@ -107,8 +113,8 @@ COLUMNS = ("group", "purpose", "bytes", "of bf16", "seconds", "over", "as")
 
 
 def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
-    """Return the lines of the plan about bytes on the wire: bytes that a rank sends in a step, by group and purpose, next to
-    the same plan in bf16, and seconds at the nominal speed of the link without other traffic."""
+    """Return the lines of the plan about the wire: bytes that a rank sends in a step, by group and purpose; their ratio to the
+    same plan in bf16; and seconds at the nominal speed of the link."""
     try:
         ours, bf16 = planned(plan, load, optimizer), planned(in_bf16(plan), load, optimizer)
     except Unpredictable as why:
@@ -132,7 +138,7 @@ def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
 
 
 def warn_of_tp(plan: Plan, load: Workload, optimizer: str, host: int) -> list[str]:
-    """Return the warning of `slow_tp`, for hosts of `host` GPUs."""
+    """Return the warning of `slow_tp` if tp spans several hosts of `host` GPUs, else an empty list."""
     try:
         return slow_tp(load.dims, plan.device_type, by_group(planned(plan, load, optimizer)).get(TP, 0), host)
     except Unpredictable as why:
@@ -140,7 +146,8 @@ def warn_of_tp(plan: Plan, load: Workload, optimizer: str, host: int) -> list[st
 
 
 def describe_gradients(plan: Plan, load: Workload, waits: Accumulation) -> list[str]:
-    """Return the line of the plan about accumulated gradients: memory and bytes of both options."""
+    """Return the line of the plan about `[train] reduce_gradients`: memory and bytes of both options. Empty if there is only
+    one microbatch or one rank."""
     if not waits.whole:
         return []
     kept = {
@@ -166,7 +173,7 @@ def _share(ours: Mapping[Sent, int], bf16: Mapping[Sent, int]) -> str:
 
 
 class WireWatch:
-    """Ledger of one run: the bytes that steps send, and the choice of the steps whose bytes are counted."""
+    """Ledger of a run: planned bytes of each step, and counts of the bytes in the steps that `[train] ledger` selects."""
 
     def __init__(self, config: Config, built: Built) -> None:
         world = dist.get_world_size()
@@ -181,25 +188,25 @@ class WireWatch:
         self._runtime, self._ledger = session_of(built.model), Ledger(built.mesh)
         self._ran = self._swaps = 0
         self.watches = False  # whether bytes of the current or last step are counted
-        self._counts: observer.Observer | None = None  # counts of the last counted step
-        self._captured: observer.Observer | None = None  # counts of the capture of a graph
-        self._told = False  # whether `_traffic` belongs to the current state of the model
-        self._traffic: Traffic | None = None
-        self.unforeseen = ""  # reason why the bytes of a step cannot be predicted
+        self._counts: observer.Observer | None = None  # counts of the current or last counted step
+        self._captured: observer.Observer | None = None  # counts of the transfers in the CUDA graph
+        self._told = False  # whether `_traffic` is up to date
+        self._traffic: Traffic | None = None  # planned bytes of a step; None: not predictable
+        self.unforeseen = ""  # reason why the bytes of a step cannot be predicted; "": predictable
 
     @contextmanager
     def step(self) -> Iterator[bool]:
-        """Context of one step; yields whether the bytes of the step are counted. Counted bytes are compared with the
-        plan at the end, if the plan predicts them.
+        """Return the context of one step; it yields whether the bytes of the step are counted. At the end, counted bytes are
+        compared with the plan, if the plan predicts them. Raises LedgerError on all ranks if they differ.
 
-        A recipe change restarts the count of steps. A step that ends with a recipe change is not counted, because one
-        half of the step runs with each recipe. Raises LedgerError on all ranks.
+        A recipe change restarts the `WARM` steps. A step that ends with a recipe change is not counted, because its casts at
+        the step boundary already use the new recipe.
         """
         if len(self._runtime.swaps) != self._swaps:
             self._ran, self._swaps, self._told = 0, len(self._runtime.swaps), False
         self._ran += 1
         if self._ran == WARM + 1:
-            self._told = False  # the dtypes that layers read are known only now
+            self._told = False  # the dtypes of the inputs of layers are known only now
         asked = self._ran == WARM + 1 if self._mode == "first" else self._mode == "always"
         self.watches = asked and self._ran > WARM and not self._runtime.swaps_next
         with self._ledger.step(self.planned()) if self.watches else nullcontext() as self._counts:
@@ -207,22 +214,23 @@ class WireWatch:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Context of a CUDA graph capture: nothing is sent now, and each replay sends the captured transfers."""
-        if self._mode != "always":  # otherwise no replayed step is counted
+        """Return the context of a CUDA graph capture, in which transfers are counted for `replayed`; the capture itself sends
+        nothing."""
+        if self._mode != "always":  # then no replayed step is counted
             yield
             return
         with _disable_current_modes(), self._ledger.counter() as self._captured:
             yield
 
     def replayed(self) -> None:
-        """Count one replay of the CUDA graph in the current step; the observer does not see replays."""
+        """Add the transfers of one graph replay to the counts of the current step, since the observer cannot see replays."""
         if self._counts is not None:
             assert self._captured is not None
             self._counts.replayed(self._captured, 1)
 
     def planned(self) -> Traffic | None:
-        """Planned bytes of a step of the model in its current state; None if they cannot be predicted, with the reason
-        in `unforeseen`."""
+        """Return the planned bytes of a step with the current recipes; None if they cannot be predicted, and `unforeseen` is
+        then the reason."""
         if not self._told:
             self._told = True
             try:
@@ -235,7 +243,7 @@ class WireWatch:
         return replace(self._load, dtypes=activation_dtypes(self._model))
 
     def seen(self) -> observer.Observer:
-        """Return the observer of the last watched step."""
+        """Return the counts of the last counted step."""
         assert self._ledger.last is not None, "no step was watched yet"
         return self._ledger.last
 
@@ -250,7 +258,7 @@ class WireWatch:
         return [{**dict(zip(fields, key, strict=True)), "bytes": n} for key, n in sorted(sums.items()) if n]
 
     def said(self) -> str:
-        """Return one sentence about the watched step."""
+        """Return a log line about the comparison of the last counted step with the plan."""
         ours = self.planned()
         if ours is None:
             return f"WARNING: bytes on the wire were counted, but not compared with the plan: {self.unforeseen}"

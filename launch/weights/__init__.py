@@ -1,1 +1,1 @@
-"""Weights without optimizer states: checkpoints of weights and Hugging Face folders."""
+"""Weights without optimizer states: checkpoints that hold only weights, and Hugging Face folders."""

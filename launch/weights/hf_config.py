@@ -1,8 +1,8 @@
-"""config.json of a Hugging Face folder, read as `[model]` and written from `[model]`.
+"""Convert config.json of a Hugging Face folder into `[model]`, and `[model]` into config.json.
 
-A model that is read must compute here what `transformers` computes. Every setting therefore comes from the file, or is the
-default of `transformers` (`launch.models.families`), never a default of this package. Two values for one setting, and
-a setting that the models here cannot compute with, are refused by name.
+The imported model must compute the same function as in `transformers`. Every setting therefore comes from the file or is the
+default of `transformers` (`launch.models.families`), never a default of this package. Contradicting or unsupported settings are
+errors that name the setting.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONFIG = "config.json"
 NEEDED = ("layers", "hidden", "ffn", "heads", "vocab")  # [model] keys that every config.json must have
 TABLES = ("rope_scaling", "rope_parameters")
 LONGEST = "max_position_embeddings"
-THETA = 10000.0  # rope_theta of `transformers` for a file without one
+THETA = 10000.0  # default of `transformers` for rope_theta
 
 
 def read_config(folder: Path) -> tuple[Model, dict[str, Any]]:
@@ -31,8 +31,7 @@ def read_config(folder: Path) -> tuple[Model, dict[str, Any]]:
         The model, and the content of config.json.
 
     Raises:
-        ValueError: The file cannot be read, lacks a key, has two values for one setting, or describes a model that this
-            package does not have.
+        ValueError: The file cannot be read, lacks a key, contradicts itself, or describes an unsupported model.
     """
     path = folder / CONFIG
     try:
@@ -55,7 +54,7 @@ def read_config(folder: Path) -> tuple[Model, dict[str, Any]]:
 
 
 def _refuse(given: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError for a key whose value the models here do not compute with, and for keys that contradict each other."""
+    """Raise ValueError for a key with an unsupported value, and for keys that contradict each other."""
     for key, expected in family.fixed:
         if given.get(key, expected) != expected:
             raise ValueError(f"{key} is {given[key]!r}, but models here have {expected!r}; choose another model")
@@ -77,7 +76,7 @@ def _refuse(given: Mapping[str, Any], family: Family) -> None:
 
 
 def _refuse_layer_types(given: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError for layers of different kinds of attention; the models here have one kind."""
+    """Raise ValueError if `layer_types` names different kinds of attention: all layers must have the same kind."""
     types = given.get("layer_types")
     if types is None:
         return
@@ -91,7 +90,7 @@ def _refuse_layer_types(given: Mapping[str, Any], family: Family) -> None:
 
 
 def _settings(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of `[model]` except family and positions."""
+    """Return the settings of `[model]` without family, rope_theta and rope_scaling."""
     if lacking := [KEYS[ours] for ours in NEEDED if given.get(KEYS[ours]) is None]:
         raise ValueError(f"{', '.join(lacking)} missing; fetch the file again")
     optional = dict(family.optional)
@@ -117,16 +116,16 @@ def _head_dim(hidden: Any, heads: Any) -> Any:
 
 
 def _one(given: Mapping[str, Any], name: str, *aliases: str, beside: bool = True, default: Any = None) -> Any:
-    """Return the value of a setting of the positions, which several places of a file may state.
+    """Return the value of a rotary setting, which a file may state at the top level and in each table of `TABLES`.
 
     Args:
-        given: The content of config.json.
-        name: The key; `aliases` are other names of the same setting.
-        beside: Whether the key may stand beside the tables of positions as well as in them.
-        default: The value where no place states one.
+        given: Content of config.json.
+        name: Key of the setting; `aliases` are other keys of the same setting inside the tables.
+        beside: Whether the key is also read at the top level.
+        default: Value if the file does not state the setting.
 
     Raises:
-        ValueError: The places state different values.
+        ValueError: The file states different values.
     """
     places = {f"{table}.{key}": (given.get(table) or {}).get(key) for table in TABLES for key in (name, *aliases)}
     if beside:
@@ -142,8 +141,8 @@ def _one(given: Mapping[str, Any], name: str, *aliases: str, beside: bool = True
 
 
 def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[str, Any] | None]:
-    """Return (rope_theta, rope_scaling). Version 5 of `transformers` writes both into the table rope_parameters; version 4
-    writes rope_theta next to the table rope_scaling, whose rope_type was formerly called type."""
+    """Return (rope_theta, rope_scaling). `transformers` 5 writes both into the table rope_parameters; `transformers` 4 writes
+    rope_theta at the top level, beside the table rope_scaling. Old files have the key type instead of rope_type."""
     tables = [given.get(key) or {} for key in TABLES]
     if not all(isinstance(table, dict) for table in tables):
         raise ValueError(f"{' and '.join(TABLES)}: expected tables, got {tables}")
@@ -189,14 +188,13 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
 
 
 def config_json(model: Model, dtype: str, positions: int) -> dict[str, Any]:
-    """Return a config.json from which `transformers`, version 4 or 5, builds the same model. The tokens that begin and
-    end a text are null, because a checkpoint does not know them; the defaults of `transformers` would be tokens 1 and
-    2.
+    """Return a config.json from which `transformers` 4 and 5 construct the same model. bos_token_id and eos_token_id are null,
+    because a checkpoint does not store them; if they were missing, `transformers` would assume 1 and 2.
 
     Args:
-        model: The model.
-        dtype: The dtype of the weights, as torch names it.
-        positions: The longest context that the file states.
+        model: Settings of the model.
+        dtype: Name of the dtype of the weights in torch, for example "bfloat16".
+        positions: Value of max_position_embeddings.
     """
     family, settings = FAMILIES[model.family], asdict(model)
     written = {theirs: settings[ours] for ours, theirs in KEYS.items() if ours != "sliding_window" or family.window}

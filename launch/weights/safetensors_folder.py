@@ -1,6 +1,6 @@
-"""Folder of safetensors: location of each tensor, reading of single tensors, and writing of files of bounded size.
+"""Read single tensors from a folder of safetensors files, and write such a folder with files of limited size.
 
-Only safetensors are read: other weight files are pickles, which run code when they are loaded.
+Other weight files are not read: they are pickles, which run code when they are loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True)
 class Entry:
-    """Location, shape and dtype of a tensor."""
+    """File, shape and dtype of a tensor in a folder."""
 
     file: Path
     shape: tuple[int, ...]
@@ -31,8 +31,8 @@ class Entry:
 
 
 def entries(folder: Path) -> dict[str, Entry]:
-    """Return all tensors of a folder by name, from the headers. Raises ValueError for a missing or damaged file, and
-    for weights with dtypes that are not plain numbers."""
+    """Read the headers of all files, and return the entries of all tensors by name. Raises ValueError for a missing or damaged
+    file, and for a dtype that is not in `DTYPES`."""
     found: dict[str, Entry] = {}
     for file, names in _files(folder).items():
         with _opened(file) as tensors:
@@ -52,8 +52,8 @@ def entries(folder: Path) -> dict[str, Entry]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Return the files of a folder, each with the tensor names that the index lists, or None for a file all of whose
-    tensors are read."""
+    """Return the files of a folder. Values: names of the tensors that the index lists for a file; None without an index, for
+    all tensors of the file."""
     if (folder / ONE).is_file():
         return {folder / ONE: None}
     path = folder / INDEX
@@ -88,7 +88,7 @@ def _opened(file: Path) -> Any:
 
 
 def read(entry: Entry, name: str) -> Tensor:
-    """Return a copy of one tensor."""
+    """Read the tensor `name` into memory."""
     with _opened(entry.file) as tensors:
         found: Tensor = tensors.get_tensor(name)
         return found
@@ -98,11 +98,12 @@ def write(
     folder: Path, tensors: Mapping[str, Tensor], load: Callable[[Sequence[str]], dict[str, Tensor]], limit: int,
     header: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Write files of at most `limit` bytes, or of one larger tensor, and their index.
+    """Write safetensors files into `folder`, and the index if there are several files.
 
-    tensors  shapes and dtypes, without memory
-    load     function that returns the tensors of one file
-    header   text for the headers of the files, read after `load` of the file, which may add to it
+    tensors  all tensors by name, on the meta device
+    load     function that returns the tensors with the given names; called once per file
+    limit    largest size of a file in bytes; a larger tensor gets a file of its own
+    header   metadata for the headers of the files; read after `load` of each file, since `load` may add entries
     """
     torch_part = need("safetensors.torch", "safetensors", f"{folder}: a folder of safetensors")
     parts = list(_split(tensors, limit))
@@ -110,7 +111,7 @@ def write(
     for number, names in enumerate(parts, start=1):
         file = ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         (folder / file).touch()
-        # Mode of files under the user's umask; safetensors creates files with mode 0600
+        # safetensors creates files with mode 0600; restore the mode that follows from the umask
         mode = (folder / file).stat().st_mode
         loaded = load(names)
         torch_part.save_file(loaded, folder / file, metadata={"format": "pt", **(header or {})})

@@ -1,6 +1,7 @@
-"""Checkpoints of weights, without optimizer and data, written and read one tensor at a time; models filled from any checkpoint.
+"""Write checkpoints that hold only weights, one tensor at a time; read weights and recipe state of any checkpoint.
 
-Such a checkpoint has the form of checkpoints of runs (checkpoint/save_load.py): files of torch, and a manifest with hashes.
+A checkpoint of weights has the same format as a checkpoint of a run (checkpoint/save_load.py): files of torch, and a manifest
+with hashes. Its step is 0, and it has no optimizer states.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PREFIX = "model."
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Save planner that plans with tensors without memory, and reads each tensor when it is written."""
+    """DCP save planner that plans with meta tensors, and calls `read` for each tensor when the tensor is written."""
 
     def __init__(self, read: Callable[[str], Tensor]) -> None:
         super().__init__()
@@ -42,12 +43,14 @@ def write(
     folder: Path, model: Model, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], *, config: str,
     tokenizer: str | None,
 ) -> int:  # fmt: skip
-    """Write a checkpoint of `tensors` (names, shapes, dtypes), each as `read` returns it, with config.toml.
+    """Write a checkpoint of weights with a config.toml, and return the number of bytes of its tensor files.
 
-    tokenizer  hash of the tokenizer file
-    returns    bytes of the tensor files
+    tensors    names, shapes and dtypes, as tensors on the meta device
+    read       function that returns the tensor with a given name
+    config     text of config.toml
+    tokenizer  hash of the tokenizer file; None: unknown
 
-    ValueError and OSError leave nothing behind.
+    If an error is raised, no files are left.
     """
     with new_folder(folder) as work:
         with _cause():
@@ -69,24 +72,24 @@ def write(
 
 @contextmanager
 def _cause() -> Iterator[None]:
-    """Raise the error of a rank in place of the report of torch."""
+    """Replace a CheckpointException of torch by the error that caused it on the first failing rank."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # ranks are not needed
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist is intended
             yield
     except dcp.api.CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
 
 
 class Reader:
-    """Checkpoint whose tensors are read by name, without ranks."""
+    """Reader of single tensors of a checkpoint, without a process group."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.opened = save_load.opened(path, other_weights)
 
     def model(self) -> Model:
-        """Return `[model]` of the checkpoint. CheckpointError for a model that does not exist here."""
+        """Return `[model]` of the checkpoint. Raises CheckpointError if these settings are not valid in this version."""
         try:
             return Model(**self.opened.manifest["model"])
         except (TypeError, ValueError) as error:
@@ -95,16 +98,16 @@ class Reader:
             ) from None
 
     def dtypes(self, names: Collection[str]) -> set[torch.dtype]:
-        """Return the stored dtypes of these tensors, as far as the checkpoint has them."""
+        """Return the dtypes of the named tensors in the checkpoint; names that the checkpoint lacks are ignored."""
         there = (self.opened.index.state_dict_metadata.get(PREFIX + name) for name in names)
         return {entry.properties.dtype for entry in there if isinstance(entry, TensorStorageMetadata)}
 
     def names(self) -> set[str]:
-        """Return the names of all weights."""
+        """Return the names of all weights in the checkpoint."""
         return {key.removeprefix(PREFIX) for key in self.opened.index.state_dict_metadata if key.startswith(PREFIX)}
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors with these names, shapes and dtypes."""
+        """Read tensors to the CPU. `tensors`: names, shapes and dtypes, as tensors on any device."""
         found = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
         fill(self.path, self.opened, found, no_dist=True)
         return found
@@ -121,8 +124,10 @@ class Reader:
 
 
 def fill(path: Path, opened: save_load.Opened, tensors: Mapping[str, Tensor], *, no_dist: bool = False) -> None:
-    """Copy weights of a checkpoint into tensors of any dtype, sharded or not; all ranks together, or one process without ranks.
-    CheckpointError names a tensor that is missing or has another shape."""
+    """Copy weights of a checkpoint into `tensors`, which may be DTensors and of any dtype. Collective unless `no_dist`.
+
+    Raises CheckpointError for a tensor that is missing in the checkpoint or has another shape.
+    """
     there = opened.index.state_dict_metadata
     for name, tensor in tensors.items():
         entry = there.get(PREFIX + name)
@@ -140,8 +145,11 @@ def fill(path: Path, opened: save_load.Opened, tensors: Mapping[str, Tensor], *,
 
 
 def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[save_load.Opened, list[str]]:
-    """Fill a model that has not run yet from a checkpoint of an equal model, on any mesh; all ranks together. Returns the
-    opened checkpoint and remarks. CheckpointError on all ranks for a checkpoint that does not fit."""
+    """Fill the parameters of a model that has not run yet from a checkpoint with equal `settings` (`[model]`). Collective.
+
+    Returns the opened checkpoint and log lines. Raises CheckpointError on all ranks if the checkpoint is damaged or of another
+    model.
+    """
     opened = save_load.opened(path, other_weights)
     save_load.check_model(path, opened.manifest, settings, other_weights)
     fill(path, opened, {name: parameter.detach() for name, parameter in model.named_parameters()})
@@ -149,8 +157,11 @@ def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[sav
 
 
 def load_recipes(path: Path, model: nn.Module, opened: save_load.Opened, recipe_files: Collection[Path]) -> list[str]:
-    """Restore saved recipe state, such as delayed scales; all ranks together. Returns remarks on differences.
-    CheckpointError if the state cannot be read."""
+    """Restore the recipe state of a checkpoint, such as delayed scales. Collective.
+
+    Returns log lines about differences; an empty list if the checkpoint has no recipe state. Raises CheckpointError if the
+    state cannot be read or does not fit the recipes.
+    """
     state = save_load.saved_recipes(path, opened.index, other_weights)
     if not state:
         return []
@@ -163,7 +174,8 @@ def load_recipes(path: Path, model: nn.Module, opened: save_load.Opened, recipe_
 
 
 def check_tokenizer(path: Path, manifest: Mapping[str, Any], folder: str, digest: str | None) -> None:
-    """Raise CheckpointError if the tokenizer of the data differs from the tokenizer of the training, if both are known."""
+    """Raise CheckpointError if `digest`, the hash of the tokenizer of the data in `folder`, differs from the hash in the
+    manifest; None: unknown, no check; "": bytes instead of a tokenizer."""
     learned = manifest["data"].get("tokenizer")
     if learned is not None and digest is not None and learned != digest:
         raise CheckpointError(

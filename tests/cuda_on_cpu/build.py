@@ -59,7 +59,7 @@ def _operands(inside: str) -> list[str]:
 
 def translate(text: str) -> str:
     """Translate CUDA C++ to C++, with `emulator.h` included first."""
-    text = re.sub(r"DLP_D8\(0\)[^:]*", '"+f"(d) ', text)  # all registers of a matrix product
+    text = re.sub(r"DLP_D8\(0\)[^:]*", '"+f"(d) ', text)  # the result registers of a matrix product
     text = re.sub(r"extern __shared__[^;]*?(\w+)\[\];", r"uint8_t* \1 = emulator::dynamic_shared();", text)
     out, at = [], 0
     for match in re.finditer(r"\basm(?: volatile)?\s*\(", text):

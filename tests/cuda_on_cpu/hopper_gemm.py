@@ -1,4 +1,4 @@
-"""What tests of the Hopper GEMMs on the simulated device share: a call by ctypes, orders of threads, the bound of results."""
+"""Helpers for tests of the Hopper GEMMs on the simulated device: calls by ctypes, orders of threads, error bounds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ ORDERS = ("forward", "backward", "3")  # order in which threads run
 
 
 class Multiply:
-    """The launch of a GEMM of one source file. `launch`: the call in C++ up to the types, with these `parameters`."""
+    """Launcher of the GEMM in one source file. `launch`: the call in C++ without the last arguments (dtypes and
+    stream); `parameters`: the C++ parameters that the call uses."""
 
     def __init__(self, source: str, parameters: str, launch: str) -> None:
         called = CALLED.replace("PARAMETERS", parameters).replace("LAUNCH", launch)
@@ -56,7 +57,7 @@ class Multiply:
 
 
 def in_one_order(cases: Sequence[Any]) -> list[Any]:
-    """Each case with one order of threads; `--all-cases` runs all pairs."""
+    """Return all pairs of a case and an order of threads. By default each case runs in one order."""
     return [
         (case, order) if number % len(ORDERS) == place else nightly(case, order)
         for number, case in enumerate(cases)
@@ -65,6 +66,7 @@ def in_one_order(cases: Sequence[Any]) -> list[Any]:
 
 
 def assert_near(made: Tensor, exact: Tensor, sums: Tensor) -> None:
-    """Assert that the result is within the bound of fp32 sums that are rounded once. `sums`: sums of magnitudes."""
+    """Assert that the error of `made` is within the bound of fp32 sums that are rounded once. `sums`: sum |a||b| of
+    each element."""
     rounding = exact.abs() * (2.0**-8 if made.dtype == torch.bfloat16 else 2.0**-22)
     assert ((made.double() - exact).abs() <= 2.0**-18 * sums + rounding).all()

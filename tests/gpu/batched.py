@@ -1,5 +1,5 @@
-"""A batch of casts has the bits of casts that are launched one by one, also with amaxes that were raised before the
-cast."""
+"""Check that a batch of casts has the bits of casts that are launched one by one, also if amaxes are increased between
+observation and cast, as by an agreement of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHED: list[Any] = [
     MxScaling(), MxScaling(tile=True), Nvfp4Scaling(), Nvfp4Scaling(tile=True),
 ]  # fmt: skip
 SIZES = [(96, 160), (32, 32), (288, 64)]
-# For each matrix: whether the rowwise and the columnwise operand are wanted
+# For each matrix: whether the rowwise and the columnwise operand are cast
 WANTED = [(True, True), (True, False), (False, True)]
 
 
@@ -45,7 +45,7 @@ def _cast(quantizer: Any, x: Tensor, wanted: tuple[bool, bool], raised: float, s
 
 
 def check_batch(quantizer: Any, dtype: torch.dtype, device: str) -> None:
-    """Compare two casts of a batch, with other values in the second cast."""
+    """Cast a batch twice, with other values the second time, and compare both results with separate casts."""
     xs = [values("gauss", *size, dtype, seed).to(device) for seed, size in enumerate(SIZES)]
     outs = [
         _cast(quantizer, torch.zeros_like(x), asked, 1.0, slot(device)) for x, asked in zip(xs, WANTED, strict=True)

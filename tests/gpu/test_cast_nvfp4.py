@@ -1,5 +1,5 @@
-"""NVFP4 kernels against the reference, with one read per cast: amaxes, 1x16 blocks with transform and stochastic
-rounding, and 16x16 tiles."""
+"""NVFP4 kernels against the reference: amaxes, casts of 1x16 blocks with Hadamard transform and stochastic rounding,
+and casts of 16x16 tiles. Each kernel reads the matrix once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def outputs(poisoned, shape, amaxes, tile=False, wanted=(True, True), offset=0) 
 
 
 def draws(device: str, counter: int = (1 << 33) + 5) -> tuple[PhiloxState, PhiloxState]:
-    """Random states of a shard in the middle of a matrix with more blocks than a 32-bit number can count."""
+    """Return the Philox states of the rowwise and the columnwise cast. Block numbers and the microbatch counter exceed
+    32 bits."""
     count = torch.tensor(counter, device=device)
     return PhiloxState(1 << 30, 64, 4096, 0, count, (123, -7)), PhiloxState(
         77, 1 << 20, 1 << 21, 1, count, (1 << 40, 9)
@@ -80,7 +81,7 @@ def test_cast_is_the_reference(device, poisoned, dtype, data, by_chance, rht):
         x = values(data, *shape, dtype)
         amaxes = observed(x, rht)
         if number % 4 == 3:
-            amaxes = (amaxes[0] / 3, amaxes[1] * 500)  # other amaxes, as after an agreement or from another step
+            amaxes = (amaxes[0] / 3, amaxes[1] * 500)  # amaxes that are not those of x, as after an agreement of ranks
         out = outputs(poisoned, shape, amaxes)
         cuda_fp4.cast_nvfp4(Nvfp4Job(place(x, stride, device), **out), rht=rht, draws=given)
         check(out, x, amaxes, f"{data} {dtype} {shape} {stride}", rht=rht, drawn=drawn)
@@ -141,7 +142,8 @@ def test_every_neighbourhood_of_the_grid(device, poisoned, by_chance):
     row = bits.clamp(min=0).view(torch.float32).flatten()
     row = torch.cat([row, -row])
     x = row[: len(row) // 240 * 240].view(-1, 15)
-    x = torch.cat([torch.full((len(x), 1), 6.0), x], 1)  # every block has the amax 6, in a tensor with amax 2688
+    # Every block has the amax 6; with a tensor amax of 2688 its scale is 1
+    x = torch.cat([torch.full((len(x), 1), 6.0), x], 1)
     x = torch.cat([x, torch.full((-len(x) % 16, 16), 2688.0)]).repeat(1, 2)
     x[-1, 0] = 2688.0
     amaxes = (torch.tensor(2688.0),) * 2
@@ -153,8 +155,8 @@ def test_every_neighbourhood_of_the_grid(device, poisoned, by_chance):
 
 @pytest.mark.parametrize("amax", [129, 147, 168, 210, 252])
 def test_products_are_rounded_before_the_grid(device, poisoned, amax):
-    """For hundreds of products with these amaxes, the distance to the midpoint of two grid points is smaller than fp32
-    can resolve."""
+    """The kernel rounds x * scale to fp32 before it rounds to the grid. With these amaxes hundreds of exact products
+    are so close to the midpoint of two grid points that the first rounding decides the code."""
     x = (torch.randn(256, 512, generator=torch.Generator().manual_seed(0)) * amax / 3).clamp(-amax, amax).bfloat16()
     x[0, 0] = amax
     amaxes = observed(x, False)

@@ -1,5 +1,5 @@
-"""Causal attention of the queries of the last keys on a GPU: each backend compared with a mask in float64, the ops that run,
-compiled code, and deterministic runs."""
+"""Causal attention on a GPU, where the queries belong to the last keys: each backend compared with masked attention in
+float64, the ops that run, compiled code, and deterministic runs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ VALUES, GRADIENTS = 1e-2, 2e-2  # bounds of bf16
 
 
 def inputs(length: int, chunks: int, size: int = 128, kv_heads: int = 2) -> list[Tensor]:
-    """q of the last chunk, k and v of all keys, dy. q and dy are chunks of longer tensors, k and v beginnings of a gathered
-    tensor, as in `Context.attention`."""
+    """Return q and dy of the last chunk, and k and v of all chunks. As in `Context.attention`, all four are views: of
+    tensors with more chunks (q, dy), and of a longer gathered tensor (k, v)."""
     generator = torch.Generator("cuda").manual_seed(chunks)
 
     def made(*shape: int) -> Tensor:
@@ -49,7 +49,7 @@ def by(backend: str | None, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, compile
         with prefer(backend):
             return causal(*qkv)
 
-    torch._dynamo.reset()  # or other shapes are compiled with dynamic sizes, up to a limit
+    torch._dynamo.reset()  # torch would compile later shapes with dynamic sizes, and stop at its limit of graphs
     leaves = [each.detach().requires_grad_() for each in (q, k, v)]
     y = (torch.compile(attend, fullgraph=True) if compiled else attend)(*leaves)
     return [y, *torch.autograd.grad(y, leaves, dy)]

@@ -31,8 +31,8 @@ def without_nan(x: Tensor) -> Tensor:
 def decoded(
     poisoned, codes: Tensor, scale: Tensor, block: tuple[int, int], cols: int, amax: Tensor | None = None
 ) -> Tensor:
-    """Decode codes with scales that are stored row by row. Scales that are stored column by column must give the same
-    result."""
+    """Decode codes with scales that are stored row by row. Assert that scales that are stored column by column give the
+    same result."""
     out, other = (poisoned((codes.shape[0], cols), torch.bfloat16) for _ in range(2))
     cuda_codes.decode(codes.cuda(), scale.cuda(), block, out, amax)
     cuda_codes.decode(codes.cuda(), by_columns(scale.cuda()), block, other, amax)
@@ -78,7 +78,7 @@ def test_fp8_blocks_decode_to_the_reference(device, poisoned, code, height):
 
 
 def test_weights_decode_by_one_launch(device):
-    """The op that decodes a weight for dgrad writes bf16 by one kernel, without a copy."""
+    """`dequantize` of a bf16 weight launches one kernel, which writes bf16 directly."""
     for name in ("nvfp4", "fp8_block"):
         weight = dlp.quantize_(torch.nn.Sequential(torch.nn.Linear(256, 128)).bfloat16().to(device), name)[0].weight
         want = weight.use.format.decode_parts([part.cpu() for part in weight.parts]).bfloat16()
@@ -90,7 +90,8 @@ def test_weights_decode_by_one_launch(device):
 
 @pytest.mark.parametrize("each", [1, 16, 32, 128])
 def test_scales_are_swizzled(device, poisoned, each):
-    """Scales are written in the swizzled layout of block-scaled GEMMs, which Hopper does not have."""
+    """The kernel writes scales in the swizzled layout of block-scaled GEMMs. Hopper, which has no such GEMMs, can run
+    the kernel."""
     for lines, blocks in [(128, 4), (256, 512), (1, 1), (300, 7), (77, 6), (129, 33), (0, 4), *random_sizes(3)]:
         scale = some_bytes(-(-lines // each), blocks)
         want = reference.swizzle_128x4(scale, lines, each)
@@ -129,8 +130,8 @@ def test_nibbles_transposed(device, poisoned, offset):
 
 
 def slots(length: int, count: int, algorithm: str, device: str) -> DelayedSlots:
-    """Delayed scales in every state: unused; growing; with 0, tiny amaxes, Inf and NaN in the history or in the current
-    step."""
+    """Return `count` delayed scales with a history of `length` steps: amaxes of 0 (unused), random amaxes, and special
+    values (tiny, huge, Inf, NaN) in the history and in the current step."""
     generator = torch.Generator().manual_seed(length + count)
     history = torch.rand(length, count, generator=generator) * 10
     reduced = torch.rand(count, generator=generator) * 10
@@ -157,7 +158,8 @@ def test_delayed_update_is_the_reference(device):
 
 
 def test_checksums_are_the_reference(device):
-    """More tensors than one launch holds, of all alignments, some of which need several blocks."""
+    """The tensors have all alignments, are more than one launch accepts, and some are larger than a thread block
+    processes."""
     data = some_bytes(300_000).to(device, copy=True)
     sizes = [0, 1, 7, 8, 9, 63, 64, 65, 4096, 65_535, 65_536, 65_544, 200_000]
     tensors = [data[start : start + size] for start in (0, 8, 13) for size in sizes] * 4

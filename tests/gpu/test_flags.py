@@ -1,4 +1,5 @@
-"""Casts on a GPU set the same flags as casts on a CPU: single casts, batches, and casts that compute their input."""
+"""Casts on a GPU set the same flags as casts on a CPU: single casts, batches, and casts fused with the op that computes
+their input."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ def test_each_matrix_of_a_batch_has_its_own(device, quantizer: Any, dtype: torch
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", ["norm", "layer norm", "gated", "summed"])
 def test_what_a_cast_makes_is_looked_at(device, recipe: str, kind: str):
-    """A cast checks the values that it computes: the inputs are finite, and the products are not."""
+    """A fused cast checks the values that it computes. They can overflow although all inputs are finite; in `summed` an
+    input is Inf."""
     operand = getattr(load(recipe), "dy" if kind == "summed" else "x")
     both = one_read(operand.rowwise, operand.columnwise)
     assert both is not None

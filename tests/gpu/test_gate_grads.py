@@ -20,7 +20,7 @@ BF16 = torch.bfloat16
 
 
 def given(data: str, shape: tuple[int, int], device: str) -> list[Tensor]:
-    """dh, gate and up. The rows of up are apart in memory, as in one half of the output of siblings."""
+    """Return dh, gate and up. up has gaps between its rows, like one half of the joint output of siblings."""
     dh, gate, up = (values(each, *shape, BF16, seed) for seed, each in enumerate((data, "gauss", data), 1))
     wide = torch.zeros(shape[0], shape[1] + 8, dtype=BF16)
     wide[:, : shape[1]] = up

@@ -1,4 +1,5 @@
-"""Our own GEMM of blocks on Hopper: odd sizes, types, bias, accumulation against float64, and when it runs.
+"""dlp's block-scaled FP8 GEMM for Hopper against float64: odd sizes, dtypes, bias, accumulation, and the problems for
+which it is chosen.
 
 Bounds as in test_gemms.py: 2^-11 of sum |a||b|, since 128 products are summed to some 14 bits.
 """

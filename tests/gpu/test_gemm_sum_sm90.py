@@ -1,4 +1,5 @@
-"""The Hopper GEMM of siblings against float64: odd sizes, both types of codes, up to four terms; bits, graphs, layers.
+"""The Hopper GEMM that computes the summed dgrads of siblings, against float64: odd sizes, both FP8 dtypes, up to four
+siblings; repeatable bits, CUDA graphs, and layers.
 
 The bound is that of test_gemms.py with promotion to fp32 after 128 products: 2^-11 of sum |a||b|.
 """
@@ -79,7 +80,7 @@ def test_it_is_captured_and_replayed(device):
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed"])
 def test_replayed_backwards_of_a_layer_have_equal_bits(device, recipe):
-    """Passes are captured after their first runs; dx of replays is that of the first backward."""
+    """The first backward launches kernels, later backwards replay captured launches; dx has equal bits in all."""
     torch.manual_seed(0)
     layer = Linear(512, (256, 128, 128), bias=False, recipe=recipe, dtype=torch.bfloat16, device=device)
     x = torch.randn(384, 512, dtype=torch.bfloat16, device=device)

@@ -44,8 +44,8 @@ def quantized(quantizer, x: Tensor) -> QuantizedTensor:
 def operands(
     recipe: Recipe, which: str, rows: int, cols: int, contraction: int
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """A and B as a linear computes them: columnwise operands from a transposed view. Both are padded to complete blocks
-    if necessary."""
+    """Return A and B of one GEMM of the recipe, cast as in a linear: columnwise operands from a transposed view, and
+    both padded to complete blocks."""
     contraction += -contraction % max(quantizer.format.multiple[1] for quantizer in recipe.operands(which))
     generator = torch.Generator("cuda").manual_seed(rows + cols + contraction)
     made = []
@@ -60,7 +60,7 @@ def operands(
 
 
 def unit(recipe: Recipe, which: str, contraction: int) -> float:
-    """The bound for sums, relative to sum |a||b|."""
+    """Error bound of the GEMM relative to sum |a||b|."""
     kernel = support(*(quantizer.format for quantizer in recipe.operands(which)), device_kind("cuda")).kernel
     if "fp8" not in kernel:
         return (contraction + 8) * EXACT

@@ -1,5 +1,5 @@
-"""Grouped GEMMs of rowwise FP8 (torch's kernel, sm_90): the kernel against the reference, a bank of experts against the loop,
-and the times of both."""
+"""Grouped GEMMs of rowwise FP8 (torch's kernel, sm_90): the kernel against the reference, a bank of experts
+(`dlp.GroupedLinear`) against a loop of linears, and the times of both."""
 
 from __future__ import annotations
 
@@ -97,8 +97,9 @@ def gemms(codes: list[QuantizedTensor], weights: list[QuantizedTensor]) -> list[
 def test_times_of_grouped_gemms_beside_the_loop(
     num: int, tokens: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Print milliseconds: fprop alone with codes that exist and equal numbers of tokens, then forward + backward of a bank with
-    casts and host, where the number of tokens of an expert changes from call to call, as routers change the number."""
+    """Print two times in milliseconds: of fprop alone, on codes with equal numbers of tokens per expert; and of forward
+    + backward of a bank, with casts and host time, where the numbers of tokens change in each call, as with a
+    router."""
     torch.manual_seed(0)
     sizes = (tokens // num,) * num
     a, b, a_scale, b_scale, offsets = operands(sizes, n, k)

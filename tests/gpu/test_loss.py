@@ -15,8 +15,8 @@ from tests.metrics import assert_bit_equal
 # More columns than a block reads at once, and more rows than a chunk
 LONG = [(3, 9001), (5, 20000), (2, 128256), (1100, 520)]
 NONE = -100
-EXACT = 2e-6  # bound for a sum of exponentials, relative; equals an absolute bound for the logarithm of the sum
-# Error of the fp32 logarithm; the exponential turns this error into an equal relative error of the softmax
+EXACT = 2e-6  # relative bound of a sum of exponentials, and absolute bound of its logarithm
+# Absolute error of the fp32 logarithm, which is the relative error of the softmax
 ULP = 2.0**-23
 ROUNDED = {torch.float32: 0.0, torch.bfloat16: 2.0**-8}
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""RMSNorm, LayerNorm, SwiGLU, sums of columns, and casts that compute their input with these functions.
+"""Kernels of RMSNorm, LayerNorm, SwiGLU and column sums, and casts fused with these functions.
 
 Norms and the sums equal the reference bit for bit. SwiGLU, which uses the exponential function of the device, is
 within a bound of float64. A fused cast has the bits of a cast of the stored matrix.
@@ -21,7 +21,8 @@ from tests.gpu.inputs import DATA, DTYPES, SHAPES, STRIDES, place, values
 from tests.gpu.test_quantizers import PAIRS, at, slot
 from tests.metrics import assert_bit_equal, assert_close
 
-LONG = [(3, 9001), (2, 20000), (1030, 2056)]  # rows that do not fit in registers; more rows than partial sums
+# Rows that do not fit in registers; more rows than the kernel has partial sums
+LONG = [(3, 9001), (2, 20000), (1030, 2056)]
 ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # relative error: rounding to bf16 is half of 2^-7
 EPS = 1e-5
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -165,7 +166,7 @@ def test_swiglu_is_that_of_float64(device, poisoned, dtype):
 
 @dtypes
 def test_swiglu_at_its_ends(device, dtype):
-    """SwiGLU with every bf16 value as a gate. NaN and Inf occur where the reference has them."""
+    """Compare SwiGLU with the reference for every bf16 value as the gate, including the positions of NaN and Inf."""
     gate = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).view(256, 256).to(dtype)
     up = torch.full_like(gate, 1.5)
     made, expected = ops.swiglu(gate.to(device), up.to(device)).cpu(), reference.swiglu(gate, up)
@@ -238,7 +239,7 @@ def test_a_fused_cast_is_that_of_the_stored_matrix(device, poisoned, pair, data,
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             assert_bit_equal(a, b, f"part {i}, {which} {data} {shape}")
         if isinstance(fresh, ops.Summed):
-            # Casts of tiles accept no `Summed` matrices
+            # A cast of tiles cannot compute column sums, so the sums are a separate launch
             inside = all(quantizer.format.block[0] <= 1 for quantizer in pair)
             assert (fresh._parts is not None) == inside
             assert_equal(fresh.sums(), reference.column_sums(matrix.value.cpu()), f"sums {shape}")
@@ -331,7 +332,7 @@ def test_activations_and_gates_are_the_reference(device, poisoned, dtype, name):
         check(dup, expected[1], dy, "gate backward, dup")
 
 
-@pytest.mark.needs_gpu  # linears by cuBLASLt
+@pytest.mark.needs_gpu  # the linear calls cuBLASLt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bias_gradients_are_the_reference_s(device, dtype):
     for recipe in BY_SCALES:

@@ -41,8 +41,8 @@ def test_a_program_gives_the_bits_of_the_functions(device: str, recipe: str, cas
 
 @pytest.mark.parametrize("recipe", BY_SCALES)
 def test_inductor_takes_the_ops_as_they_are(device: str, recipe: str):
-    """Inductor checks that the results of ops have the declared strides. Scales are stored in the layout that GEMMs
-    read."""
+    """Code compiled by inductor checks the strides of the results of dlp's ops, including scales in the layout of the
+    GEMMs."""
     torch.compiler.reset()
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe), device=device)
     pair.model[0].compile(fullgraph=True)
@@ -87,7 +87,7 @@ def test_on_another_stream_and_in_a_graph(device: str):
 
 
 def kernels(run: Callable[[], object]) -> list[str]:
-    """The names of the kernels that `run` starts, without kernels that copy or set memory."""
+    """The names of the kernels that `run` launches, except copies and memsets."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()

@@ -36,13 +36,13 @@ def slot(device: str) -> ScaleSlot:
 
 
 def at(x: Tensor, device: str) -> tuple[Origin, Origin]:
-    """Return the origins of x and of x.t()."""
+    """Return the origins (position in the unsharded tensor, random state) of x and of x.t()."""
     counter = torch.tensor(11, device=device)
     return Origin(7, 32, 900, 999, 1, 2, counter), Origin(5, 48, 999, 900, 1, 2, counter, 1)
 
 
 def fitting(pair, matrix: Tensor) -> dict[str, Tensor]:
-    """Views of a matrix that both formats support."""
+    """Return the views of a matrix whose sizes both formats support."""
     unit = max(max(quantizer.format.multiple) for quantizer in pair)
     return {how: x for how, x in views(matrix).items() if all(size % unit == 0 for size in x.shape)}
 

@@ -1,4 +1,5 @@
-"""Canonical sums by tensor cores: an element has the same bits beside any rows, columns and segments."""
+"""Canonical sums by tensor cores: the bits of an element do not depend on the other rows, columns and segments of the
+product."""
 
 from __future__ import annotations
 

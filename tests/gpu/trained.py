@@ -15,8 +15,8 @@ from tests.gpu.inputs import values
 def trained(
     recipe: str, steps: int = 4, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, features: int = 160
 ) -> tuple[Tensor, Session]:
-    """Train two linears with weights of `dtype` on bf16 activations; return the losses, fp32 [steps], and the runtime.
-    After two steps a load halves the weights."""
+    """Train two linears with weights of `dtype` on bf16 activations; return the losses, fp32 [steps], and the session
+    of the model. After two steps, `load_state_dict` halves the weights."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Linear(features, features, recipe=load(recipe)) for _ in range(2))).to(device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,5 +1,5 @@
-"""Gradient accumulation under FSDP: both settings of `reduce_gradients` give equal losses, and hold and send as many
-bytes as the plan says."""
+"""Gradient accumulation under FSDP: both settings of `reduce_gradients` (after each microbatch, or once per step) give
+equal losses, and store and send the planned bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = ("step", "microbatch")
 
 
 def whole_gradients(model: nn.Module) -> Iterator[int]:
-    """Bytes of each unsharded gradient that FSDP keeps for a gathered parameter."""
+    """Yield, for each parameter of FSDP, the bytes of its unsharded gradient; 0 if there is none."""
     for module in model.modules():
         for param in fsdp._fsdp_params(module) if isinstance(module, torch.distributed.fsdp.FSDPModule) else ():
             kept = param.unsharded_accumulated_grad
@@ -36,8 +36,8 @@ def whole_gradients(model: nn.Module) -> Iterator[int]:
 
 
 def trained(config: Config) -> tuple[list[float], list[int], Accumulation]:
-    """Train three steps. Return the losses; the bytes of gradients that wait after each microbatch of the first step;
-    and the decision of `auto`. In the last step the ledger compares bytes with the plan."""
+    """Train three steps. Return the losses, the bytes of unsharded gradients after each microbatch of the first step,
+    and the planned accumulation. In the last step the ledger compares bytes with the plan."""
     trainer, _ = training.trainer(config)
     held: list[int] = []
     losses = []

@@ -1,5 +1,5 @@
-"""Arguments of `dlp.attach`, checks in the steps of attached optimizers, and backwards after the weights of their
-forward have changed."""
+"""Arguments of `dlp.attach`, checks in the steps of attached optimizers, and backwards that run after weights have
+changed since the forward."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Around(nn.Module):
 
 
 def wrapped() -> dict[str, Tensor]:
-    """Attach the module that contains a converted model; return the gradients of the converted model before the step,
-    and the number of steps."""
+    """Attach the module that contains a converted model; return the gradients of the converted model before the
+    optimizer step."""
     model = make(2)
     outer = Around(model)
     optimizer = SGD(outer.parameters(), lr=0.1)
@@ -114,7 +114,8 @@ def test_an_optimizer_from_before_convert_is_refused(ranks):
 
 
 def stale_in_part(by: str) -> str:
-    """Message of `dlp.attach` about an optimizer that was created between two calls that replace parameters."""
+    """Message of `dlp.attach` about an optimizer that was created after `dlp.fully_shard` of one layer and before
+    `fully_shard` of the model, which replaces the other parameters. `by`: the library that shards the model."""
     torch.manual_seed(0)
     model, mesh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(worker.device()), worker.mesh(tp=1)
     dlp.convert(model, [], mesh)
@@ -268,8 +269,8 @@ def test_an_optimizer_that_evaluates_a_closure_sees_the_weights_as_they_are():
 
 
 class Ahead(torch.optim.SGD):
-    """Optimizer that evaluates at changed weights, which torch's version counter does not count, and then steps from
-    the original weights."""
+    """Optimizer that halves the weights through .data, which torch's version counter does not count, evaluates the
+    closure, restores the weights and then updates them."""
 
     def step(self, closure: Any = None) -> float:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -302,8 +303,9 @@ def test_weights_are_cast_before_each_evaluation_of_a_closure():
 
 
 def forgotten_norm(closure: bool, zero: bool, steps: int) -> str:
-    """Train a model whose q_norm reads features that tp shards, without a layer group that says so. `zero`: the weight
-    of o is zero initially, so that q has no gradient in the first step."""
+    """Train a model whose q_norm reads features that tp shards, although no layer group declares this; return the first
+    error and its step. `zero`: the weight of o is initially zero, so that the gradients of q and q_norm are zero in the
+    first step."""
     torch.manual_seed(3)
     model = Attention()
     for parameter in model.parameters():

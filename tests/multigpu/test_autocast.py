@@ -1,5 +1,5 @@
-"""autocast: the recipe of each layer, the time at which delayed scales change without an optimizer, and code that
-autocast does not affect."""
+"""autocast: the recipe of each layer, the time at which delayed scales change without an optimizer, and code outside of
+the region, which autocast must not affect."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_without_a_recipe_layers_keep_their_own_and_an_error_ends_the_region():
 
 
 def manual(linear: Linear, seed: int) -> dict[str, Tensor]:
-    """Run one step, and then the step boundary."""
+    """Run forward, backward and the step boundary; return y, dx and the weight gradient."""
     x = matrix("gauss", SIZE, SIZE, seed).requires_grad_()
     linear.zero_grad()
     y = linear(x)

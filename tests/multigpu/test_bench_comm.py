@@ -29,7 +29,7 @@ from tests.shared_slot import SharedSlot
 
 pytestmark = pytest.mark.slow
 
-# for bf16, with 8192 features
+# largest gathered bytes, relative to bf16, with 8192 features
 MOST = {
     "fp8_current": 0.501,
     "fp8_delayed": 0.501,
@@ -58,7 +58,8 @@ def test_a_quantized_gather_moves_the_promised_share_of_bf16(ranks):
 
 
 def moved() -> list[tuple[float, int]]:
-    """Return, for each recipe, the reported bytes from the other rank, and the bytes that the gather writes."""
+    """Return, for each recipe, the bytes that the benchmark reports as received from the other rank, and the bytes of
+    the other rank's parts of the gathered operand."""
     here, found = bench(), []
     for recipe in RECIPES:
         spec = column(here, recipe, 256)
@@ -89,7 +90,8 @@ def test_every_kind_runs(ranks):
 
 
 def sums_through_memory() -> list[Line]:
-    """The sums of each wire, by collectives and through mapped memory; both must have the same bits."""
+    """Measure the sums of each wire format, by collectives and through mapped memory; the benchmark compares the bits
+    of both."""
     here = bench()
     group = here.mesh.get_group()
     if worker.device().type == "cpu":
@@ -116,8 +118,8 @@ def test_sums_are_measured_through_memory_that_ranks_map(ranks):
 
 
 def every_operator() -> tuple[list[operators.Line], int, int]:
-    """Run the benchmark of operators; return the lines of the output, and the numbers of timed and predicted
-    repetitions."""
+    """Run the benchmark of operators; return the lines of the output, the number of timed repetitions, and the number
+    that `operators.repetitions` predicts."""
     once, timed = Bench.once, list[Any]()
 
     def counted(here: Bench, run: Any, calls: int) -> float:
@@ -181,8 +183,8 @@ def test_graphs_and_peers_have_their_columns(capsys):
 
 
 def plain_and_ours() -> tuple[float, float]:
-    """Relative difference between dlp's bf16 layer and the plain layer with the same weights, and the change of the
-    input by this difference."""
+    """Relative difference between the outputs of dlp's bf16 layer and of the plain layer with the same weights; and the
+    relative difference between input and output of the plain layer, which must be much larger."""
     mesh, shape, tokens = worker.mesh(tp=2), shape_of("64x128x4x2"), 32
     plain, ours = (subject(name, how, shape, tokens, mesh, None) for name, how in ((PLAIN, ""), ("bf16", "serial")))
     renamed = {re.sub(r"\.(norm|linear)\.", ".", name): value for name, value in plain.named_parameters()}

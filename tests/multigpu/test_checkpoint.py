@@ -1,7 +1,7 @@
 """Checkpoints on 2 and 4 ranks.
 
-Resumed runs repeat the bits, other meshes load the same full tensors, checkpoints that do not fit are refused, and
-earlier checkpoints survive every failure.
+Resumed runs have the bits of uninterrupted runs, other meshes load the same full tensors, checkpoints of another config
+are refused, and earlier checkpoints survive every failure.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(ranks, once: Path, tmp_path: Path, data: Path) -> Config:
-    """Config of a run of two steps on two tp ranks. The run is made once, and copied to `tmp_path`/run."""
+    """Config of a run of two steps on two tp ranks. The run is trained once per module, and copied to
+    `tmp_path`/run."""
     if not (once / "run").exists():
         ranks(2).run(training.run, training.config(once, data, "--train.steps=2"))
     shutil.copytree(once / "run", tmp_path / "run")
@@ -64,7 +65,7 @@ THERE_AND_BACK = "{at_step = 1, recipe = 'fp8_current'}, {at_step = 2, recipe = 
 SWAPS = f"--groups.default.swap=[{THERE_AND_BACK}]"
 MESHES = [
     nightly(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
-    nightly(2, ["--model.fused=true"], id="tp2-sp-fused"),  # the third step of a process is observed
+    nightly(2, ["--model.fused=true"], id="tp2-sp-fused"),  # the ledger observes the third step of a process
     nightly(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
     pytest.param(
         2,
@@ -252,7 +253,8 @@ class Planted:
 
 
 def renew(path: Path) -> None:
-    """Update the hashes of a checkpoint after its files were replaced, as in a checkpoint from an untrusted source."""
+    """Recompute the hashes of a checkpoint whose files were replaced: an attacker who replaces files can do the
+    same."""
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"] = {name: hashed(path / name) for name in manifest["files"]}
     (path / "manifest.json").write_text(json.dumps(manifest | {"digest": digest(manifest)}))
@@ -325,7 +327,8 @@ def test_a_recipe_file_that_only_the_checkpoint_names_is_not_imported(ranks, tmp
 
 
 def swapped_in_python(config: Config) -> None:
-    """Train one step with a recipe that has no name, and save a checkpoint."""
+    """Change the recipe of one layer by `dlp.set_recipe`, which the config does not know; train one step, and save a
+    checkpoint."""
     trainer, _ = training.trainer(config)
     dlp.set_recipe(trainer.built.model, "layers.0.mlp.down_proj", dlp.recipe("mxfp8"))
     trainer.train_step(0)
@@ -398,7 +401,8 @@ class FullDisk:
 
 
 def save_without_room(config: Config) -> list[str]:
-    """Error of a save on a full disk, for rank 1's tensors, the index, the manifest and the folder."""
+    """Save three times, each time on a disk that becomes full while one file is written: the tensors of rank 1, the index,
+    the manifest. Return the errors."""
     trainer, _ = training.trainer(config)
     trainer.train_step(0)
     trainer.save(1)
@@ -514,7 +518,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_named_and_fails_no_save(ran
     ranks(2).run(trained_beside_what_stays, config)
     assert [path.name for path in complete(folder(config))] == ["step-1", "step-2", "step-3"]
     saved = [line for line in training.said(config) if line.startswith("saved ")]
-    assert [line.partition("; could not be removed, and is tried again: ")[2] for line in saved] == [
+    assert [line.partition("; not yet removed, to be removed after the next save: ")[2] for line in saved] == [
         "", "step-1", "step-1, step-2",
     ]  # fmt: skip
 
@@ -567,7 +571,7 @@ def test_a_refused_command_changes_nothing(ranks, tmp_path, data, finished):
 
 
 def unreadable(config: Config) -> None:
-    """Run with a checkpoint file that became unreadable before the run."""
+    """End a run with an OSError, such as an unreadable cache, before it creates its folder."""
     run = RunDir(Path(config.run.dir))
     with pytest.raises(OSError), run.logged():
         raise OSError("no such cache")

@@ -1,4 +1,5 @@
-"""Collectives over parts: every gather is one launch with exact bytes, and every sum is the fp32 sum in rank order.
+"""Collectives over parts: every gather is one collective and moves bytes unchanged, and every sum is the fp32 sum in
+rank order.
 
 The tests run on 1, 2 and 4 ranks. The expected values are computed from the seeds of all ranks, without collectives.
 """
@@ -23,7 +24,7 @@ GATHERED = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, tor
 
 
 def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Tensor of `rank`: random bits, so that a byte in the wrong place is detected."""
+    """Return the input tensor of `rank`: random bits, so that a byte in the wrong position is detected."""
     generator = torch.Generator().manual_seed(100 + rank)
     if dtype.itemsize == 1:
         return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
@@ -68,7 +69,8 @@ def test_one_part_is_gathered_along_a_dimension(ranks, world, dim, dtype):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_parts_are_one_launch_and_shared_parts_stay(ranks, world, device_type):
-    """On gloo each part is a launch, because gloo's grouped all-gather corrupts the heap if two are in flight."""
+    """NCCL gathers several parts in one collective. With gloo each part is a separate collective, because gloo's
+    grouped all-gather corrupts the heap if two are in flight."""
     shapes, dims = [(4, 6), (), (4, 3), (6, 4), (7,), (2, 3, 2)], [0, None, 1, 1, 0, 1]
     dtypes = [torch.float8_e4m3fn, torch.float32, torch.float32, torch.bfloat16, torch.uint8, torch.float8_e5m2]
     for rank, (whole, names) in enumerate(ranks(world).run(gather, shapes, dtypes, dims)):
@@ -191,7 +193,8 @@ MIXED = [((4, 6), torch.bfloat16), ((8,), torch.float32), ((4, 3, 5), torch.floa
 
 
 def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[str]]]:
-    """Sum parts of different dtypes, exchange the parts, and return the results and the number of launches of each."""
+    """Reduce-scatter, all-reduce and exchange parts of different dtypes; return the results, and the names of the
+    launched collectives of each."""
     world, seen = dist.get_world_size(), [Collectives() for _ in range(3)]
     parts = [mine((world * shape[0], *shape[1:]), dtype) for shape, dtype in MIXED]
     with seen[0]:
@@ -222,8 +225,8 @@ def test_a_sum_is_one_launch_and_so_is_an_exchange_of_several_parts(ranks, world
 
 
 def gather_in_place() -> tuple[list[bool], list[Tensor]]:
-    """Gather parts that were written into their segments of the result. Return whether the result is the same storage,
-    and the values of the result."""
+    """Gather parts that were written into their segments of the result. Return whether each result is in the given
+    storage, and the results."""
     shapes, dtypes, dims = [(4, 6), (), (4, 3)], [torch.uint8, torch.float32, torch.float32], [0, None, 0]
     storage, own = collectives.room(shapes, dtypes, dims, dist.group.WORLD, worker.device())
     for part, shape, dtype in zip(own, shapes, dtypes, strict=True):

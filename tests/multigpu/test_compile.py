@@ -103,7 +103,7 @@ def test_a_linear_is_two_ops_to_the_compiler(ranks, recipe, features, sequence_p
 
 
 class Net(nn.Module):
-    """Plain modules, for conversion: siblings, a norm, a bias under sequence parallelism."""
+    """Plain modules that conversion shards: siblings, a norm, a bias under sequence parallelism."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ GROUPS = [
 ]
 
 
-# Code of inductor for CPUs that is compiled in seconds: without vectors, optimizations, and headers compiled for later
+# Settings with which inductor compiles CPU code in seconds: no vector code, no optimization, no precompiled headers
 PLAIN_CODE = {
     "cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "aot_inductor.debug_compile": True,
     "compile_threads": 1,
@@ -173,16 +173,16 @@ def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
     ],
 )
 def test_a_converted_model_compiles(ranks, backend, whole, world):
-    """Inductor sums norms in another order, and a different bit in x may change a code. The next test compares bits,
-    with aot_eager on two ranks."""
+    """With aot_eager, bits are equal. Inductor sums norms in another order, and another last bit of x may change a
+    code."""
     for errors, graphs in ranks(world).run(compiled_conversion, backend, whole):
         assert max(errors) <= (0 if backend == "aot_eager" else 0.02), errors
         assert whole or graphs == 1, "equal blocks share a graph"
 
 
 class Language(nn.Module):
-    """Embedding, blocks, head and loss. With `borders`, tokens are sharded over tp and gathered; else the vocabulary is
-    sharded."""
+    """Embedding, blocks, head and loss. `borders`: the model scatters the tokens over tp before the blocks and gathers
+    them after; else the vocabulary is sharded."""
 
     def __init__(self, borders: bool) -> None:
         super().__init__()
@@ -229,8 +229,8 @@ def whole_model(recipe: str, borders: bool) -> list[list[float]]:
 @pytest.mark.parametrize(("recipe", "borders"), [("nvfp4", True), ("fp8_current", False)])
 @pytest.mark.full  # parts of the model are compiled above and below, and the loss in test_embedding.py
 def test_a_whole_model_is_one_graph(ranks, recipe, borders):
-    """The model runs with token shards or with a sharded vocabulary, and counts microbatches for stochastic
-    rounding."""
+    """The graph of the model, with token shards or with a sharded vocabulary, includes the counter of microbatches for
+    stochastic rounding."""
     for steps in ranks(2).run(whole_model, recipe, borders):
         assert max(map(max, steps)) == 0, steps
 
@@ -351,7 +351,7 @@ OPS = [  # each style in two recipes, one of which has parts that opcheck cannot
     (ROW, False, "fp8_current", 64), (ROW, True, "fp8_current", 64), (ROW, True, "mxfp8", 40), (Linear, False, "qat", 64),
     (COLUMN, True, "qat", 64),
 ]  # fmt: skip
-# Cases of the default run: a gather of tokens, a scatter of sums, and qat
+# Cases without `--all-cases`: a gather of tokens, a reduce-scatter, and qat
 CHOSEN = [(COLUMN, True, "mxfp8", 40), (ROW, True, "mxfp8", 40), (COLUMN, True, "qat", 64)]
 
 
@@ -364,8 +364,8 @@ def test_the_ops_pass_opcheck(ranks, recipe, features, style, sequence_parallel)
 
 
 def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
-    """Layouts of the tensors that forward saves of a gathered x, and the layouts in the plan, with the scale layout of
-    Hopper."""
+    """Return (shape, dtype, stride) of the tensors that forward saves for a gathered x, and of the same tensors in the
+    plan, with the scale layout of Hopper."""
     with patch("dlp.kernels.registry.kind_of", lambda device: "sm_90"):
         layer = ColumnParallelLinear(160, 64, **options_of(recipe, True)).to(worker.device())
         x = torch.randn(128, 160, device=worker.device()).bfloat16()
@@ -377,7 +377,7 @@ def kept_and_promised(recipe: str) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.ranks(n)) for n in (1, 2)])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8"])
 def test_what_is_kept_of_an_x_that_is_sent_lies_as_the_plan_promised(ranks, world, recipe):
-    """Compiled code requires the strides of the plan. Scales are compact if one read produces both the saved and the
-    sent operand."""
+    """Compiled code requires the strides that the plan states. They depend on the recipe: scales are contiguous if one
+    kernel casts both the saved and the sent operand."""
     for kept, promised in ranks(world).run(kept_and_promised, recipe):
         assert kept == promised

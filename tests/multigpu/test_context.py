@@ -1,8 +1,8 @@
 """Context parallelism compared with one rank: shards of sequences, attention, gradients, losses, weights after steps,
 codes.
 
-The runs use the training loop, with uneven targets, a z-loss and the ledger. Other tests plant faults (a missing sum
-over cp, a wrong last key), which the comparison must detect.
+The runs use the training loop, with uneven targets, a z-loss and the ledger. Some tests plant faults (a missing sum
+over cp, a wrong last key), and require that the comparison fails.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_ranks_share_a_sequence_in_equal_parts():
 
 
 def own_contribution(x: Tensor, group: Any, layer: str = "", purpose: str = "") -> Tensor:
-    """A reduce-scatter that returns this rank's rows without the sum."""
+    """Faulty reduce-scatter: return this rank's rows without summing them over the ranks."""
     return x.chunk(group.size())[group.rank()].contiguous()
 
 
@@ -116,7 +116,8 @@ def test_attention_over_cp_is_attention_over_sequences(ranks):
 
 
 class Found(NamedTuple):
-    """Gradients of the first step and their norm, losses of the steps, weights after the steps."""
+    """Results of a run: gradients of the first step and their norm, losses of all steps, weights after the last
+    step."""
 
     gradients: dict[str, Tensor]
     norm: float
@@ -125,7 +126,7 @@ class Found(NamedTuple):
 
 
 def uneven(batch: Callable[..., tuple[Tensor, Tensor]], *place: Any) -> tuple[Tensor, Tensor]:
-    """Batch in which only the first 0, 8 or 16 targets of each sequence count."""
+    """Return a batch in which 0, 8 or all 16 targets of a sequence count; the other targets are ignored."""
     tokens, targets = batch(*place)
     counted = tokens.sum(1, keepdim=True) % 3 * (LENGTH // 2)
     return tokens, torch.where(torch.arange(LENGTH) < counted, targets, IGNORED)
@@ -204,8 +205,8 @@ def errors(found: Found, expected: Found) -> dict[str, float]:
     [(name, world) if name in DEFAULT else nightly(name, world) for name, (world, _, _) in MESHES.items()],
 )
 def test_a_mesh_with_cp_trains_as_one_rank(ranks, one_rank, tmp_path, data, device_type, name, world):
-    """In FP8 other sums round to other codes: FP8 units of GPUs keep some 14 bits of a sum, and a code of E5M2 is up to 12 %
-    from the next. The CPU sums FP8 products in fp32."""
+    """The bound for FP8 is larger, because another order of sums changes codes, each by up to 12 % of its value in
+    E5M2. It is largest on GPUs, whose FP8 units keep about 14 bits of a sum; CPUs sum in fp32."""
     _, mesh, options = MESHES[name]
     own = [option for option in options if option in (*BF16, *FP8)] + [o for o in mesh if o.startswith(FOR_ONE)]
     expected = one_rank(ranks(1), *own)
@@ -213,7 +214,7 @@ def test_a_mesh_with_cp_trains_as_one_rank(ranks, one_rank, tmp_path, data, devi
     for found in ranks(world).run(trained, config(tmp_path, data, "--mesh.cp=2", *mesh, *options)):
         differ = errors(found, expected)
         assert max(differ[what] for what in ("gradients", "norm", "losses")) < bound, differ
-        assert differ["weights"] < 2 * bound, differ  # AdamW divides small gradients by their own magnitude
+        assert differ["weights"] < 2 * bound, differ  # AdamW amplifies errors of small gradients
 
 
 @pytest.mark.ranks(2)

@@ -1,7 +1,7 @@
-"""Conversion of a user's model: plain modules become a model that computes the same on several ranks.
+"""Conversion of a user's model: the converted model computes on several ranks what the plain model computes on one.
 
-The GPT below depends on dlp only in the scatter and gather of tokens for sequence parallelism. It has typical features
-of users' models: norms with biases, a position table, a raw parameter, a tied or untied head, frozen parameters.
+The GPT below calls dlp only to scatter and gather the tokens for sequence parallelism. It has typical features of
+users' models: norms with biases, a position table, a raw parameter, a tied or untied head, frozen parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.ln1, self.ln2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.attn = Attention()
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        # Used by code between modules, on a token shard under sequence parallelism
+        # Raw parameter of the block: `forward` multiplies x by it, under sequence parallelism on token shards
         self.gain = nn.Parameter(torch.ones(HIDDEN))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def test_a_converted_model_is_the_model(ranks, setup, world):
 
 
 class Facts(NamedTuple):
-    """Changes that the conversion made to the modules."""
+    """Properties of the converted model."""
 
     names: list[str]
     classes: dict[str, str]
@@ -437,7 +437,8 @@ class HandMade(nn.Module):
 
 
 def hand_made(way: str) -> dict[str, float]:
-    """Errors of the gradients of a model with explicitly constructed layers, compared with a model of plain modules."""
+    """Errors of the gradients of a model with explicitly constructed layers, compared with a model of plain modules.
+    `way`: "convert" converts the model; otherwise `dlp.attach` alone sees it."""
     mesh = worker.mesh(tp=2)
     model = HandMade(mesh["tp"])
     plain = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)).to(worker.device())
@@ -447,7 +448,8 @@ def hand_made(way: str) -> dict[str, float]:
             theirs.bias.copy_(ours.bias.full_tensor())
     if way == "convert":
         dlp.convert(model, [{"name": "sp", "match": ["norm"], "sequence_parallel": True}], mesh, batch=(1, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)  # plain parameters and DTensors
+    # foreach accepts no mixture of DTensors and plain parameters
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
     dlp.attach(model, optimizer)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to(worker.device())
     plain(x).square().sum().backward()

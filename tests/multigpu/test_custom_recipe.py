@@ -1,5 +1,5 @@
-"""Users' quantizers and formats in parallel layers: formats of transfers, decoded operands, rounded results, and notes
-of the plan."""
+"""Users' quantizers and formats in parallel layers: the format in which operands are sent, decoded operands, rounded
+results, and the notes of the plan."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ OPERANDS = ("linear_input", "linear_weight", "linear_grad_output")
 
 @dataclass(frozen=True)
 class Silent(Format):
-    """Format of bf16 values in blocks of 8 rows and 16 columns, which does not declare how parts concatenate."""
+    """Format that stores bf16 values unchanged, with blocks of 8 x 16. It does not declare how shards of its parts
+    concatenate, so operands cannot be gathered quantized."""
 
     name = "silent"
     block = (8, 16)
@@ -96,8 +97,8 @@ def test_a_custom_recipe_trains_under_tp_sp_and_fsdp_as_on_one_rank(ranks, recip
 
 
 def travelling(recipe: Any, tokens: int) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Train both sequence-parallel styles on 2 ranks and on one; return the differences of gradients, the notes and the
-    launches."""
+    """Train both sequence-parallel styles on 2 ranks and on one; return the differences of gradients, the notes of the
+    plan, and the launched collectives."""
     tp = worker.mesh(tp=2)["tp"]
     device = worker.device()
     x, w, dy = (matrix("gauss", rows, 64, seed).to(device) for rows, seed in ((tokens, 1), (64, 2), (tokens, 3)))

@@ -231,14 +231,14 @@ def test_slots_are_equal_on_all_ranks_after_one_all_reduce_and_close_to_those_of
             for key, tensor in of_ranks[0][0].items():
                 assert_bit_equal(state[key], tensor, key)
         for key, tensor in of_ranks[0][0].items():
-            # FSDP averages gradients, so the loss is larger
+            # The test multiplies the loss by dp_shard, because FSDP averages gradients; this multiplies dy
             if key.startswith("slots.") and (".dy." not in key or "dp_shard" not in sizes):
                 assert torch.allclose(tensor, one[key], rtol=0.03), f"{sizes} {key}: {tensor} {one[key]}"
 
 
 def saved_and_loaded(own: bool) -> tuple[float, float, Any]:
     """The scale of x on this rank before and after a checkpoint, and the shape of the scale in the checkpoint. `own`:
-    the rank does not share the scale."""
+    each rank has a separate scale (reduce_amax = False)."""
     recipe = dlp.recipe("fp8_delayed", reduce_amax=not own, amax_history_len=2)
     models = []
     for _ in range(2):
@@ -295,7 +295,7 @@ def test_layers_that_run_on_some_ranks_hang_nobody(ranks):
 def save_with(sizes: dict[str, int], group: str) -> dict[str, Tensor]:
     mesh = worker.mesh(**sizes)
     model = net(SHORT, mesh, amax_group=group)
-    model.optimizer.param_groups[0]["lr"] = 0.0  # gradients are not averaged over dp_shard, so weights must not change
+    model.optimizer.param_groups[0]["lr"] = 0.0  # without FSDP ranks of dp_shard would diverge if weights changed
     train(model, mesh, range(3))
     return dlp.state_dict(model)
 

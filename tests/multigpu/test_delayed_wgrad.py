@@ -26,8 +26,9 @@ def grads(model: Net) -> dict[str, Tensor | None]:
 
 
 def two_microbatches(recipe: Any, sizes: dict[str, int], delay: bool, each: bool, **options: Any) -> dict[str, Any]:
-    """The gradients of two microbatches, the gradients that exist before `backward_dw`, and the number of delayed
-    wgrads. With `each`, `backward_dw` is called after each microbatch."""
+    """Return the gradients of two microbatches, the gradients that exist before `backward_dw`, the number of wgrads
+    that each `backward_dw` computed, and the notes. `each`: call `backward_dw` after each microbatch, not only after
+    the second."""
     mesh = worker.mesh(**sizes)
     model = net(recipe, mesh, *([DELAY] if delay else []), dtype=torch.bfloat16, **options)
     waited, before = [], {}
@@ -74,7 +75,8 @@ def sharded(delay: bool) -> dict[str, Any]:
 
 
 def compiled_gradients(delay: bool) -> tuple[int, dict[str, Tensor | None]]:
-    """Number of delayed wgrads and the gradients. With `delay` the first block is compiled, with the bits of eager code."""
+    """Return the number of delayed wgrads, and the gradients. With `delay`, wgrads are delayed and the first block is
+    compiled."""
     mesh = worker.mesh(dp_shard=1)
     model = net("fp8_current", mesh, *([DELAY] if delay else []), dtype=torch.bfloat16)
     if delay:

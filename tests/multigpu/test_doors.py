@@ -1,4 +1,4 @@
-"""Every entry point refuses unsupported weights and modules with the same message."""
+"""Every entry point (convert, freeze, quantize_, ...) refuses unsupported weights and modules with the same message."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ HISTORY = (
     "fp8_current or another"
 )
 NOT_FINITE = "(up|head): the weight has NaN or Inf, which codes would hide: restore a checkpoint from before"
-# change of the model, recipe, entry points, message
+# function that makes the model unsupported, recipe, entry points that refuse it, their message
 TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (tie_embedding, "fp8_current", CODES, f"embedding and head {SHARED}"),
     (tie_linear, "mxfp8", CODES, f"up and head {SHARED}"),
@@ -137,7 +137,7 @@ TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
 
 
 def through_all_doors() -> list[str]:
-    """The cases that an entry point does not refuse with the expected message."""
+    """Return a description of each case that an entry point does not refuse with the expected message."""
     wrong = []
     for change, recipe, doors, said in TABLE:
         for door in doors:
@@ -159,8 +159,8 @@ def test_doors_refuse_the_same_with_the_same_words(ranks):
 
 
 def a_region_around_convert() -> tuple[dict[str, str], str, list[bool]]:
-    """Convert inside a `quantized_model_init` region; return the recipes of a model whose groups set the recipe of the
-    head, the plan, and the names of quantized-only weights."""
+    """Convert inside a `quantized_model_init` region; a layer group sets the recipe of the head. Return the planned
+    recipe of each layer, the plan, and whether the weights of up and head are quantized-only."""
     model = Model().to(worker.device())
     with dlp.quantized_model_init(recipe="fp8_current"):
         plan = dlp.convert(model, [{"name": "edges", "match": ["head"], "recipe": "bf16"}], worker.mesh())

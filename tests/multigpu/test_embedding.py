@@ -1,6 +1,6 @@
 """Vocabulary-parallel embedding and cross entropy compared with torch on the full vocabulary.
 
-The tests run on 1, 2 and 4 ranks. Every worker builds the full tensors from seeds and compares the local shard of the
+The tests run on 1, 2 and 4 ranks. Every rank builds the full tensors from seeds, and compares its shard of the
 vocabulary.
 """
 
@@ -78,7 +78,7 @@ def test_cross_entropy_equals_torch(ranks, world, tokens, dtype):
 def test_z_loss_keeps_logits_from_drifting(ranks, world, dtype):
     for result in ranks(world).run(cross_entropy, 37, dtype, 1e-3):
         assert result.value == pytest.approx(result.expected, rel=2e-6)
-        assert result.gradient_error <= 2 * ROUNDING[dtype]  # one of the two results is rounded twice
+        assert result.gradient_error <= 2 * ROUNDING[dtype]  # both results round the gradient, one of them twice
         assert result.gradient_dtype == dtype
 
 
@@ -162,8 +162,8 @@ def test_tokens_outside_of_the_vocabulary_are_refused(ranks, token):
 
 
 def read_late() -> tuple[list[str], list[bool]]:
-    """Read the check one call late, as on a GPU: the next call raises for the token, and the results of the token are
-    NaN until then."""
+    """Let the check of token ids report one call late, as on a GPU. Return the messages of the next calls, and whether
+    the results for the invalid token are NaN until then."""
     logits, targets = logits_and_targets(8, torch.float32)
     group, mine = dist.group.WORLD, columns_of_rank(logits).requires_grad_()
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
@@ -218,7 +218,7 @@ def test_logits_of_ignored_rows_may_be_anything(ranks, z_loss):
 
 
 def other_rows_are_nan() -> Tensor:
-    """Put a NaN in row 0 of this rank's shard of the embedding, which no token reads."""
+    """Return the output of an embedding with a NaN in row 0 of this rank's shard, which no token reads."""
     tp = worker.mesh(tp=2)["tp"]
     weight = torch.ones(VOCABULARY, HIDDEN, device=worker.device())
     weight[:: VOCABULARY // 2] = torch.nan

@@ -1,8 +1,8 @@
 """A Llama on several ranks compared with one rank, from bitwise equal weights: every gradient by name, the global norm,
 the losses.
 
-The model has biases, so that each kind of gradient sum is needed. The last tests remove each of these sums, which the
-comparison must detect.
+The model has biases, so that the backward needs every kind of gradient sum over ranks. The last tests remove one kind
+of sum each, and require that the comparison fails.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Kind(NamedTuple):
     family: str = "llama"
 
 
-# Scales that all ranks share equal the scales of one rank, so with fp32 activations the codes are equal, too. Scales of
-# shards round differently, and bf16 roundings change codes. The difference of such a run from one rank is as large as
-# the difference of one rank from fp32.
+# If all ranks share scales and activations are fp32, scales and codes equal those of one rank, and the bounds are
+# small. Scales that are computed from shards, and bf16 activations, change codes; such a run may differ from one rank
+# as much as one rank differs from fp32.
 KINDS = {
     "fp32": Kind(torch.float32, "bf16", "auto", 1e-5, 1e-5),
     "bf16": Kind(torch.bfloat16, "bf16", "auto", 2e-2, 5e-3),
@@ -73,7 +73,7 @@ KINDS = {
 }
 
 
-MANY = ("fp32", "fp8")  # kinds that are compared over all steps in one layout; other kinds run a few steps
+MANY = ("fp32", "fp8")  # kinds that are compared over all steps, in layout LONG; other kinds run a few steps
 
 
 class Run(NamedTuple):
@@ -85,7 +85,7 @@ class Run(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Number of ranks, and parallelism of the ranks."""
+    """Sizes of the mesh axes, and whether sequence parallelism is on."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -102,12 +102,12 @@ class Layout(NamedTuple):
 
 
 ONE = Layout()
-# The layout that is compared over all steps; others run a few steps
+# The layout that is compared over all steps; other layouts run a few steps
 LONG = Layout(tp=2, dp_shard=2, sequence_parallel=True)
 EVERY_KIND = [Layout(tp=2, sequence_parallel=True)]
-# Cases in addition to fp32, the strictest kind. The fused model also sums complete tokens, and with the amax group
-# "world" more ranks share scales than necessary. On 4 ranks fp8 runs in the layouts with both axes and with replicas;
-# test_linear.py, test_fsdp_gather.py and test_hsdp.py check that gathers and sums keep the bits of fp8.
+# Layout -> kinds that run with `--all-cases`. fp32 has the strictest bounds. The fused model also sums gradients of
+# unsharded tokens; with the amax group "world" (fp8_world) more ranks share scales than necessary. test_linear.py,
+# test_fsdp_gather.py and test_hsdp.py check that gathers and sums keep the bits of fp8.
 KINDS_OF = {
     Layout(tp=2): ("fp32", "fp8", "fused"),
     Layout(tp=4, sequence_parallel=True): ("fp32",),
@@ -115,7 +115,8 @@ KINDS_OF = {
     Layout(dp_replicate=2, dp_shard=2): ("fp32",),
     LONG: ("fp32", "fp8", "fused fp8_world", "qwen3"),
 }
-# Without --all-cases. test_raw_gradients.py and test_hsdp.py have replicas.
+# Layout -> kinds that run without `--all-cases`. No layout here has replicas, since test_raw_gradients.py and test_hsdp.py
+# test replicas in every run.
 CHOSEN = {
     Layout(tp=2): ("fused",),
     Layout(dp_shard=2): ("bf16",),

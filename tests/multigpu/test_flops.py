@@ -11,8 +11,8 @@ from tests import pool as worker
 
 
 def counted(sequence_parallel: bool) -> tuple[int, int, int]:
-    """FLOPs of a column and a row layer on a rank: of forward, of backward, and of a backward without a counted
-    forward."""
+    """Counted FLOPs of a column and a row layer on this rank: of a forward, of its backward, and of a backward whose
+    forward ran outside of the counter."""
     tp = worker.mesh(tp=2)["tp"]
     options = {"tp": tp, "sequence_parallel": sequence_parallel, "recipe": "fp8_current", "device": worker.device()}
     up, down = dlp.ColumnParallelLinear(64, (128, 64), **options), dlp.RowParallelLinear(128, 64, **options)
@@ -32,5 +32,5 @@ def counted(sequence_parallel: bool) -> tuple[int, int, int]:
 @pytest.mark.ranks(2)
 def test_flops_are_those_of_the_gemms_of_a_rank(ranks, sequence_parallel):
     forward = 2 * 32 * 64 * (64 + 32) + 2 * 32 * 64 * 64
-    used = 2 * 32 * 64 * 64 + 2 * 32 * 64 * 64  # the output of the second column layer is not used
+    used = 2 * 32 * 64 * 64 + 2 * 32 * 64 * 64  # the second sibling of `up` is not used, so it has no backward GEMMs
     assert ranks(2).run(counted, sequence_parallel) == [(forward, 2 * used, 2 * used)] * 2

@@ -1,4 +1,4 @@
-"""Frozen layers over two ranks: column and row layers, codes that equal the codes of unsharded weights, loads on
+"""Frozen layers on two ranks: column and row layers, codes of shards compared with codes of unsharded weights, loads on
 another mesh, and FSDP2."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def on_mesh(sequence_parallel: bool, **sizes: int) -> nn.Module:
 
 
 def quantized(model: nn.Module, recipe: Any, mode: str, x: torch.Tensor) -> nn.Module:
-    """Freeze a converted model, and quantize a plain model. Static scales are calibrated on x."""
+    """Freeze the model if it is converted, else quantize it. Static scales are calibrated on x."""
     if mode == "static":
         with dlp.calibrate(model):
             model(x)
@@ -50,8 +50,8 @@ def sharded(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
-    """Save on tp 2 and load with FSDP over 2 ranks, on one rank, and on tp 2 again. Every loading model was quantized
-    from other values and scales."""
+    """Save on tp 2, and load with FSDP over 2 ranks, on one rank, and on tp 2 again. Before the load, each model has
+    codes of other values, with other scales."""
     x, file = batch(width=WIDTH).to(worker.device()), Path(folder, "codes.pt")
 
     def other(model: nn.Module) -> nn.Module:
@@ -68,7 +68,7 @@ def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
     torch.distributed.barrier()
     read = torch.load(file, weights_only=True, map_location=worker.device())
     assert "0.weight" not in read and file.stat().st_size < 0.62 * sum(2 * p.numel() for p in net(WIDTH).parameters())
-    alone = quantized(net(WIDTH).to(worker.device()), recipe, mode, x)  # never cut
+    alone = quantized(net(WIDTH).to(worker.device()), recipe, mode, x)  # unsharded
     for name, tensor in dlp.quantized_state_dict(alone).items():
         assert_bit_equal(read[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8), name)
     by_fsdp, one = sharded(other(net(WIDTH).to(worker.device()))), other(net(WIDTH).to(worker.device()))
@@ -82,7 +82,7 @@ def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
     assert_bit_equal(again(x), y, "tp")
 
 
-# One flow of each granularity of scales and each mode; scales of a row are those of fp8_current on the other axis
+# Cases without `--all-cases`: each granularity of scales except rows, and each mode
 CHOSEN = [("fp8_current", "static"), ("fp8_block", "dynamic"), ("nvfp4", "weight_only"), ("int8", "static")]
 
 
@@ -94,7 +94,8 @@ def test_codes_go_from_one_mesh_to_another(ranks, tmp_path, recipe, mode):
 
 @torch.no_grad()
 def rounded_outputs() -> None:
-    """Static y of a column: the scale is that of the unsharded y, and so are the rounded values of each shard."""
+    """Check that the static scale of y of a column-parallel layer equals the scale of the unsharded y, and that the
+    rounded values of each shard are equal, too."""
     zeros, x = IntScaling(symmetric=False), batch(width=WIDTH).to(worker.device())
     recipe = dlp.CustomRecipe({"linear_input": zeros, "linear_weight": IntScaling(), "linear_output": zeros}.get)
     made = []
@@ -115,8 +116,8 @@ def test_static_scales_of_y_are_those_of_the_unsharded_y(ranks):
 
 @torch.no_grad()
 def on_both_axes(recipe: str) -> list[str]:
-    """Shard weights over tp and then FSDP. Return the names of wrong tensors: codes that differ from the codes of the
-    unsharded weights, also after a load, and a plain parameter with unequal shards."""
+    """Shard weights over tp and then by FSDP. Return the names of tensors whose codes differ from the codes of the
+    unsharded weights, before or after a load; the model also has a plain parameter with unequal shards."""
     mesh, wrong = worker.mesh(tp=2, dp_shard=2), []
     whole = dlp.quantized_state_dict(dlp.quantize_(net(WIDTH), recipe))
 
@@ -217,8 +218,8 @@ def test_frozen_layers_compile(ranks):
 
 @torch.no_grad()
 def padded_codes() -> None:
-    """Codes with K = 48 in groups of 32: sharded over tp along N, and unsharded on each rank. If FSDP shards the plain
-    weight, values are decoded."""
+    """Check codes that are padded (K = 48 in groups of 32): sharded over tp along N, unsharded, and decoded if FSDP
+    shards the plain weight."""
 
     def up() -> nn.Module:
         torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Conversion of modules besides linears and norms, with the features of users' models: attributes, hooks and unusual
-modules."""
+"""Conversion of models with other modules than linears and norms, with attributes and hooks, and with unusual uses of
+weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scaled(nn.Embedding):
 
 
 class Mixer(nn.Module):
-    """Module that reads the weights of its linears, as Mamba does."""
+    """Module that reads the weight and bias of a linear without calling the linear, as Mamba does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,8 @@ def tokens() -> Tensor:
 
 
 def results(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients, the loss, and y in evaluation, for which torch's layers have separate code paths."""
+    """Return the gradients, the loss, and the output in evaluation mode, for which torch's layers have separate code
+    paths."""
     loss = model(tokens()).square().mean()
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss}
@@ -126,8 +127,7 @@ def test_a_module_that_reads_another_ones_weight_is_named(ranks):
 
 
 def kept() -> dict[str, Any]:
-    """Hooks and attributes of a linear, the weight of the linear, and an embedding that still exist after
-    conversion."""
+    """Return which hooks, attributes and objects of a linear and an embedding still exist after conversion."""
     model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE), "up": nn.Linear(SIZE, SIZE)}).to(worker.device())
     called: list[str] = []
     up, table = model["up"], model["table"]
@@ -299,7 +299,7 @@ def test_what_is_parallel_already_is_refused_by_name(ranks):
         assert (
             mesh == "both: the layer was constructed for tp 2, and the mesh has tp 1; construct the layer on this mesh"
         )
-        assert part.startswith(f"part of it{again}") and within.startswith(f"0 of it{again}")
+        assert part.startswith(f"module part{again}") and within.startswith(f"module 0{again}")
         assert sharded.startswith(
             "0: the weight is a DTensor already: call dlp.convert and dlp.quantize_ before fully_shard and other"
         )
@@ -457,7 +457,7 @@ def test_whole_plain_tensors_are_loaded(ranks):
 
 
 def with_a_head() -> list[str]:
-    """Log lines about a model to which a head is added after conversion."""
+    """Log lines of models with a head that is added before or after conversion."""
     said = []
     for late in (True, False):
         model, head = nn.Sequential(nn.Linear(SIZE, SIZE)).to(worker.device()), nn.Linear(SIZE, 4).to(worker.device())
@@ -476,15 +476,15 @@ def with_a_head() -> list[str]:
 def test_a_head_that_was_added_is_named_with_what_will_fail(ranks):
     for late, early in ranks(2).run(with_a_head):
         assert late.startswith(
-            "2 parameters (1.weight, ...) were added after dlp.convert and are no DTensors, so that torch's clip_grad"
+            "2 parameters (1.weight, ...) were added after dlp.convert and are not DTensors, so that torch's clip_grad"
         )
-        assert late.endswith("clip by dlp.optim.clip_grad_norm_, or add modules before dlp.convert")
+        assert late.endswith("clip with dlp.optim.clip_grad_norm_, or add modules before dlp.convert")
         assert "added after" not in early
 
 
 def clipped(mesh: Any) -> tuple[list[float], list[Tensor], str]:
-    """Norms and clipped gradients of a model with a plain head and DTensors, and the error of torch's function. mesh
-    None: the model in plain torch."""
+    """Norms and clipped gradients of a model whose parameters are DTensors, except in a plain head; and the error of
+    torch's clip function. mesh: None runs the model in plain torch."""
     torch.manual_seed(4)
     model, head = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), nn.Linear(SIZE, 4)
     model, head = model.to(worker.device()), head.to(worker.device())

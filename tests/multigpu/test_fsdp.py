@@ -29,14 +29,14 @@ from tests.cases import nightly
 from tests.metrics import assert_bit_equal, assert_close
 from tests.paired_models import without_programs
 
-# The sizes are not divisible: with 4 shards of 9 rows the last shard is empty, and with tp = 2 two shards divide 11
-# rows of the MLP.
+# Shards have unequal sizes: the last of 4 FSDP shards of 9 rows is empty, and with tp = 2 the MLP has 11 rows per tp
+# rank for 2 FSDP shards.
 ODD = Model(layers=2, hidden=9, ffn=22, heads=4, kv_heads=2, head_dim=2, vocab=30)
 MESHES = [
     {"tp": 1, "dp_shard": 1}, {"tp": 2, "dp_shard": 1}, {"tp": 1, "dp_shard": 2}, {"tp": 1, "dp_shard": 4},
     {"tp": 2, "dp_shard": 2}, {"tp": 1, "dp_shard": 2, "dp_replicate": 2}, {"tp": 2, "dp_shard": 1, "dp_replicate": 2},
 ]  # fmt: skip
-CHOSEN = [MESHES[3]]  # an empty shard
+CHOSEN = [MESHES[3]]  # the mesh with an empty shard
 
 
 def world_of(axes: dict[str, int]) -> int:
@@ -61,7 +61,7 @@ def sharded(config: Model, axes: dict[str, int], *, sequence_parallel: bool = Fa
 
 
 def initial_weights(axes: dict[str, int], tied: bool) -> tuple[dict[str, Tensor], int]:
-    """All unsharded parameters, and the number of elements on this rank."""
+    """Return the unsharded initial parameters by name, and the number of parameter elements on this rank."""
     config = Model(**{**vars(ODD), "tie_embeddings": tied})
     model, _ = sharded(config, axes)
     return (
@@ -137,7 +137,7 @@ def test_fsdp_replicates_where_the_mesh_does(ranks):
 
 
 class Casts:
-    """Context that counts quantized weights in `weights`."""
+    """Context that counts the casts of weights in `weights`."""
 
     def __init__(self) -> None:
         self.weights = 0

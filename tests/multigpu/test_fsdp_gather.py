@@ -1,5 +1,6 @@
-"""FSDP gathers weights as codes and scales: the bits of casting the unsharded weight, with at most half of the bytes,
-for every recipe; a message says why other weights are gathered as values."""
+"""FSDP gathers weights as codes and scales: for every recipe, the gathered operand has the bits of a cast of the
+unsharded weight, and at most about half of the bf16 bytes are sent. Where weights are gathered as values, a message
+states the reason."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ class GatheredBytes(TorchDispatchMode):
 
 
 def trained(recipe: Any, sizes: dict[str, int], keywords: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses, unsharded parameters and gradients after two steps and two more microbatches, and the bytes gathered in
-    the last step."""
+    """Run two steps and two more microbatches; return the losses, the unsharded parameters and gradients at the end,
+    and the bytes gathered in the last microbatch."""
     mesh = worker.mesh(**sizes)
     model = shardnet(recipe, mesh, **keywords)
     losses = [*train(model, mesh, range(2)), backward(model, mesh, 98)]
@@ -86,7 +87,8 @@ def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world
 
 
 def spoil(model: Net, how: str, rank: int) -> None:
-    """Make shards differ: rows of growing magnitude, and on one rank only zeros, or a NaN."""
+    """Give shards different amaxes, by random factors per row that grow with the rank; then set the shard of rank 1 to
+    zero, or put a NaN in the shard of rank 0."""
     for parameter in model.parameters():
         local = parameter.to_local()
         local.mul_((1 + rank * torch.rand(local.shape[:1], device=local.device)).view(-1, *[1] * (local.dim() - 1)))
@@ -131,7 +133,7 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
     ("recipe", "sizes", "world"),
     few(
         [
-            *(nightly(recipe, *MESHES[0]) for recipe in QUANTIZED),  # as the test below, whose shards are spoiled
+            *(nightly(recipe, *MESHES[0]) for recipe in QUANTIZED),  # the next test runs the same with `spoil`
             *((recipe, *MESHES[1]) for recipe in ("fp8_current", "fp8_block", "nvfp4")),
             ("mxfp8", {"dp_shard": 2, "dp_replicate": 2}, 4),
         ],
@@ -342,7 +344,7 @@ def test_what_was_missing_once_travels_with_the_rest(ranks, recipe, first):
 )
 @pytest.mark.slow
 def test_recipe_swaps(ranks, name, sizes, world):
-    both_ways(ranks, world, name, "bf16", sizes, size=256)  # complete blocks for every recipe
+    both_ways(ranks, world, name, "bf16", sizes, size=256)  # shards have complete blocks in every recipe
 
 
 @pytest.mark.ranks(2)
@@ -376,9 +378,9 @@ def test_uneven_and_empty_shards(ranks, recipe, world):
 
 
 def compiled_training(on: bool) -> tuple[list[float], dict[str, Tensor], int]:
-    """Train with a first block that is compiled before it is sharded, as in the launcher; return results and the number of
-    graphs. On CPUs the captured graphs run without inductor, with the bits of eager code, because inductor compiles for
-    ten seconds. Weights that are gathered as values are not compiled."""
+    """Train with a first block that is compiled before it is sharded, as in the launcher; return results and the number
+    of graphs. On CPUs the backend is aot_eager, because inductor compiles for ten seconds; and with gathers of values
+    (`on` = False) nothing is compiled, because aot_eager has the bits of eager code."""
     torch._dynamo.utils.counters.clear()
     mesh = worker.mesh(dp_shard=2)
     backend = "inductor" if worker.device().type == "cuda" else "aot_eager" if on else ""
@@ -415,10 +417,10 @@ VARIANTS: list[Any] = [
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "options", "why"), VARIANTS, ids=str)
 def test_options_that_concern_weights(ranks, recipe, options, why):
-    world = 4 if options else 2  # tests of the amax group also need tp
+    world = 4 if options else 2  # options of the amax group matter only if there is tp as well
     if why is None:
         first, *_ = both_ways(ranks, world, "plain", recipe, SIZES[world], options=options)
-    else:  # weights are gathered as values in any case
+    else:  # weights are gathered as values with and without quantized gathers
         first, *_ = ranks(world).run(scenario, "one step", recipe, SIZES[world], True, {"options": options})
     assert set(first["why"].values()) == {why}
 
@@ -431,8 +433,8 @@ def test_delayed_scales_of_weights_are_shared_though_ranks_share_no_others(ranks
 
 
 def staged_after_loading() -> tuple[dict[str, float], dict[str, float]]:
-    """Staged amaxes of delayed scaling after a first microbatch, and after a second microbatch with a tenth of the
-    input. Between the two, halved weights are loaded."""
+    """Return the staged amaxes of delayed scaling after a microbatch, and after a second microbatch with a tenth of the
+    input. Halved weights are loaded between the two."""
     mesh = worker.mesh(dp_shard=2)
     model = shardnet({"name": "fp8_delayed", "amax_history_len": 2}, mesh)
     train(model, mesh, range(1))
@@ -528,7 +530,8 @@ def saved(recipe: str, path: str) -> dict[str, Tensor]:
 
 
 def loaded(recipe: str, path: str) -> tuple[dict[str, Tensor], list[float]]:
-    """Load into a model that has run and has casts of other weights; then train on."""
+    """Load the saved state into a model that has trained, and so has casts of other weights; return its tensors, and
+    the losses of further steps."""
     mesh = worker.mesh(dp_shard=dist.get_world_size())
     model = shardnet(recipe, mesh, adamw=True)
     train(model, mesh, range(5, 6))
@@ -567,7 +570,7 @@ def test_a_model_that_is_let_go_frees_its_memory(ranks, on):
 
 
 def unattached() -> list[list[str]]:
-    """Notes logged by an evaluation and by training."""
+    """Notes of a model without `dlp.attach` after an evaluation, and after training."""
     mesh = worker.mesh(dp_shard=2)
     model = nn.Sequential(nn.Linear(32, 32)).to(worker.device())
     dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)

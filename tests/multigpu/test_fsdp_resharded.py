@@ -1,4 +1,4 @@
-"""Calls of modules inside an FSDP unit while its weights are resharded raise an error that names the layer."""
+"""Calling a module inside an FSDP unit whose weights are resharded raises an error that names the layer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def of_converted(recipe: str, replicate: int) -> dict[str, str]:
         model(tokens).sum().backward()
         optimizer.step()
     model.unshard()
-    model.head(x)  # x is the tensor that the head gets in the model
+    model.head(x)  # unsharded weights: the call must work
     model.reshard()
     found = {name: said(lambda name=name: model.get_submodule(name)(x)) for name in ("norm", "head")}
     found["embed"] = said(lambda: model.embed(tokens))
@@ -68,14 +68,16 @@ def of_converted(recipe: str, replicate: int) -> dict[str, str]:
 @pytest.mark.parametrize(("recipe", "replicate"), [("bf16", 1), ("fp8_current", 1), ("fp8_current", 2)])
 @pytest.mark.ranks(2)
 def test_a_resharded_layer_is_named(ranks, recipe, replicate):
-    """The error occurs also if the shard is the full tensor, and only its gradient would differ between replicas."""
+    """With replicate = 2 the shard is the full tensor, so the call could run, but its gradient would not be averaged
+    over the replicas."""
     for found in ranks(2).run(of_converted, recipe, replicate):
         for name, message in found.items():
             assert message.startswith(f"{name.strip()}: {RESHARDED}"), (name, message)
 
 
 def by_hand() -> list[str]:
-    """A layer without a mesh. Its parameters are plain until FSDP shards them."""
+    """Return the results of calls of a layer without a tp mesh in a resharded FSDP unit: of the layer itself, and of
+    the FSDP unit."""
     mesh = worker.mesh(dp_shard=2)
     model = nn.Sequential(dlp.Linear(64, 64, bias=True, recipe="fp8_current")).to(worker.device())
     dlp.fully_shard(model, mesh=mesh)
@@ -103,7 +105,8 @@ def from_inside(recipe: str) -> str:
     return said(lambda: kept[0].float().sum().backward())
 
 
-# Recipes that gather values, one cast for both orientations, and two casts
+# Recipes whose weights FSDP gathers as values, as codes for both orientations, and as separate codes for each
+# orientation
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "nvfp4"])
 @pytest.mark.ranks(2)
 def test_a_backward_that_begins_inside_a_unit_reads_no_freed_memory(ranks, recipe):
@@ -138,7 +141,7 @@ def integers() -> list[str]:
 
 
 def trained(reshard: bool | int) -> str:
-    """Train two nested FSDP units for two steps each, and return the loss."""
+    """Train a model with two nested FSDP units for two steps; return the last loss."""
     torch.manual_seed(0)
     mesh, model = worker.mesh(dp_shard=4), nn.Sequential(plain(), dlp.Linear(64, 64, device=worker.device()))
     dlp.fully_shard(model[0], mesh=mesh, reshard_after_forward=reshard)

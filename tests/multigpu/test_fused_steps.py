@@ -16,7 +16,7 @@ from tests import pool as worker
 
 
 def first_step(name: str) -> list[str]:
-    """Run a first step; return the operations that ran to be traced."""
+    """Run a first optimizer step; return the operations that tracing with fake tensors executed on real tensors."""
     device = worker.device()
     mesh = dlp.build_mesh(device_type=device.type)
     model = nn.Sequential(nn.Linear(8, 8, bias=False, device=device))

@@ -101,7 +101,7 @@ def three_backwards(model: nn.Module) -> None:
 
 
 def three_backwards_one_reduction(model: nn.Module) -> None:
-    """Accumulate three backwards, of which FSDP reduces only the last."""
+    """Run three backwards. FSDP reduces the accumulated gradients only in the last."""
     assert isinstance(model, FSDPModule)
     for i in range(3):
         model.set_requires_gradient_sync(i == 2)
@@ -206,11 +206,12 @@ def count_sums() -> list[tuple[int, ...]]:
 def test_all_partial_gradients_travel_in_one_all_reduce(ranks):
     norm, down_bias, mix = 2 * HIDDEN, HIDDEN, HIDDEN * HIDDEN + HIDDEN
     for shapes in ranks(2).run(count_sums):
-        assert shapes == [(norm + down_bias + mix + 5,)] * 2  # and one number for each of 5 parameters
+        # The last 5 numbers state for each parameter whether this rank has a gradient
+        assert shapes == [(norm + down_bias + mix + 5,)] * 2
 
 
 class OnSomeTokens(nn.Module):
-    """A norm that reads only the first half of the tokens: of two ranks only rank 0 calls the norm."""
+    """A norm that is applied only to the first half of the tokens: with two token shards, only rank 0 calls it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,8 +229,8 @@ class OnSomeTokens(nn.Module):
 
 
 def nodes_that_outlive_a_backward() -> list[str]:
-    """Parameters for which the next backward finds the same AccumulateGrad node, although no graph keeps the node
-    alive."""
+    """Return the names of parameters whose AccumulateGrad node survives a backward, although no graph refers to the
+    node."""
     model = make(2)
     for step in range(2):
         loss_of(model(batch(step))).backward()
@@ -241,8 +242,8 @@ def nodes_that_outlive_a_backward() -> list[str]:
 
 @pytest.mark.ranks(2)
 def test_no_node_outlives_a_backward(ranks):
-    """A node accumulates on the stream on which it was created. A node that outlived its backward raced with later
-    steps on another stream, and left gradients of norms in memory of other tensors."""
+    """An AccumulateGrad node accumulates on the stream on which it was created. A node that survives its backward can
+    race with later steps on another stream."""
     assert ranks(2).run(nodes_that_outlive_a_backward) == [[], []]
 
 
@@ -331,8 +332,8 @@ class Attention(nn.Module):
 
 
 def head_norm(tp: int, sequence_parallel: bool, told: bool) -> tuple[str, dict[str, Tensor]]:
-    """Message of the first step, and the gradients before the step. told: a group declares that the norm reads sharded
-    features."""
+    """Message of the first step, and the gradients before the step. told: a layer group declares that the norm reads
+    sharded features."""
     torch.manual_seed(3)
     model = Attention()
     for parameter in model.parameters():
@@ -377,8 +378,7 @@ def test_a_norm_on_cut_features_that_nobody_declared_stops_the_first_step(ranks,
 
 
 class CutByHand(nn.Module):
-    """A plain norm before explicitly constructed layers, and after the layers a plain parameter with the features that
-    the user sharded over tp."""
+    """Explicitly constructed layers after a plain norm, and before a plain parameter that the user sharded over tp."""
 
     def __init__(self, tp: DeviceMesh, cut: float) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Steps as a CUDA graph on a mesh have the losses of launched steps, after a resume and recipe changes.
+"""Steps that replay a CUDA graph on a mesh have the losses of launched steps, also after a resume and after recipe
+changes.
 
 GPUs run real graphs. CPU ranks simulate a graph, to test the surrounding decisions: which steps are replayed, that a
 step is captured again after a recipe change, and that the ledger counts a capture once for each replay.
@@ -29,8 +30,8 @@ pytestmark = pytest.mark.ranks(2)
 
 
 class PlayedGraph:
-    """Simulated graph on the CPU. The capture runs the step, in place of the first replay. Later replays run the step
-    again, hidden from observers."""
+    """Simulated graph on the CPU. The constructor runs the step, which counts as the first replay. Later replays run
+    the step without dispatch modes, so that observers do not see it."""
 
     def __init__(self, work: Work, like: Sequence[Batch]) -> None:
         self._work, self._batches, self._fresh = work, [tuple(t.clone() for t in batch) for batch in like], True
@@ -59,7 +60,7 @@ class PlayedReplays(Replays):
         (session,) = self.sessions
         steps = session.steps
         numbers = super().__call__(batches)
-        session.steps = steps + 1  # the host counts steps in a simulated replay
+        session.steps = steps + 1  # a simulated replay runs host code, which counts steps again
         return numbers
 
 
@@ -115,7 +116,7 @@ BLOCKS = ["--model.hidden=128", "--model.ffn=256", "--model.head_dim=32"]
 RECIPE, CLIPPED, COMPILED = "--groups.default.recipe", "--train.clip=0.05", "--train.compile=true"
 CHUNKS = "--groups.default.overlap=chunked:2"
 SWAPPED = [f"{RECIPE}=fp8_delayed", "--groups.default.swap", SWAP]
-REAL = {  # "mapped": tp ranks map each other's memory
+REAL = {  # with "mapped" in the name: transfers over tp use mapped memory
     "tp": [*SP, "--train.ledger=always"],
     "tp, mapped": SP,
     "tp, whole tokens, two microbatches, clipped": [*WHOLE, "--train.micro_batch=2", CLIPPED],
@@ -135,7 +136,7 @@ REAL = {  # "mapped": tp ranks map each other's memory
 
 
 def real(config: Config, mapped: bool) -> None:
-    """Run on GPUs. The tp ranks map each other's memory if requested."""
+    """Run a training on GPUs. mapped: transfers over tp use mapped memory."""
     sizes = config.mesh
     mesh = worker.mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, tp=sizes.tp)
     if mapped:
@@ -167,7 +168,7 @@ def test_a_graph_on_a_mesh_has_the_losses_of_launches(ranks, data: Path, tmp_pat
     assert set(range(1, 51)) - set(replayed(config)) == launched
 
 
-SERIAL = "--groups.default.overlap=serial"  # chunks are GEMMs of fewer rows, with other last bits
+SERIAL = "--groups.default.overlap=serial"  # `chunked` runs GEMMs of fewer rows, which have other last bits
 FOUR_RANKS = {
     "tp": ["--mesh.tp=4", "--model.kv_heads=4"],
     "tp x dp_shard": ["--mesh.tp=2", "--mesh.dp_shard=2"],

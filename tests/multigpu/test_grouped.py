@@ -1,5 +1,5 @@
-"""GroupedLinear: the bits of a loop of linears for every recipe, on tp and FSDP, with empty experts; experts of
-transformers."""
+"""GroupedLinear has the bits of a loop of linears for every recipe, on tp and FSDP, with empty experts; conversion of
+the experts of transformers."""
 
 from __future__ import annotations
 
@@ -147,7 +147,8 @@ def test_the_grouped_gemm_computes_what_the_loop_computes() -> None:
 
 @contextmanager
 def grouped_gemms() -> Iterator[list[int]]:
-    """A kernel of grouped GEMMs on the CPU, which is the reference. Yields the number of rows of each launch."""
+    """Context in which the CPU has a kernel of grouped GEMMs: the reference. Yields the list of the numbers of rows of
+    its launches."""
     rows: list[int] = []
 
     def launched(a: Tensor, *more: Any) -> Tensor:
@@ -178,7 +179,7 @@ def test_grouped_gemms_of_rowwise_fp8_have_the_bits_of_linears(sizes: tuple[int,
 
 
 class Unchanged(TorchDispatchMode):
-    """A mode under which a backward runs op by op."""
+    """Dispatch mode that changes nothing. Under a dispatch mode a backward runs op by op."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -215,7 +216,7 @@ def test_passes_of_a_bank_with_grouped_gemms(way: str) -> None:
 
 
 def grouped_over_fsdp() -> tuple[int | None, list[Tensor]]:
-    """Number of launches on the CPU, None on a GPU, and `trained`."""
+    """Return the number of launches of grouped GEMMs (None on a GPU), and the result of `trained`."""
     with grouped_gemms() as launches:
         found = trained("fp8_rowwise", True)
     return len(launches) if worker.device().type == "cpu" else None, found

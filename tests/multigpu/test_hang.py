@@ -1,4 +1,5 @@
-"""A hanging rank ends the run with the place of each rank. A slow rank for which others wait does not."""
+"""A hanging rank ends the run, with a message that names the step and layer of each rank. A rank that is slow but makes
+progress does not end the run."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ AFTER = 0.5  # seconds
 
 
 def watched(name: str, works: bool) -> list[str] | None:
-    """Rank 0 waits in a barrier for rank 1, which has reported its place and then hangs, or is slow; return the output
-    of rank 0."""
+    """Let rank 0 wait in a barrier for rank 1, which hangs in one step or, if `works`, is slow but reports new steps;
+    return the output of rank 0."""
     told: list[list[str]] = []
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
     places = iter(range(10**6))
@@ -87,8 +88,7 @@ def test_waiting_for_a_rank_that_works_is_no_hang(ranks, tmp_path):
 
 
 def killed_inside(file: Path) -> None:
-    """Rank 1 is killed within a transfer. Rank 0, which then gets a SIGTERM from torchrun, writes its output to a
-    file."""
+    """Kill rank 1 within a transfer. Rank 0 gets a SIGTERM, as from torchrun, and writes its output to `file`."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         transport.use(dist.group.WORLD, moves)

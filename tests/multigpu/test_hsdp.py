@@ -50,7 +50,8 @@ def trained(recipe: str, replicas: int) -> tuple[int, list[tuple[float, float]],
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", CASES)
 def test_replicas_that_read_the_same_train_as_one(ranks, recipe):
-    """The average of equal gradients is exact; the norm sums squares of more ranks."""
+    """Weights have equal bits, because the average of equal gradients is exact. Gradient norms agree within rounding,
+    because they are sums over more ranks."""
     one = {place: found for place, *found in ranks(2).run(trained, recipe, 1)}
     replicas = ranks(4).run(trained, recipe, 2)
     assert [place for place, *_ in replicas] == [0, 1, 0, 1]

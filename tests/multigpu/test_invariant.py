@@ -33,7 +33,7 @@ SMALL = ("layers=1", "hidden=128", "ffn=128", "heads=4", "kv_heads=4", "head_dim
 QWEN3 = (
     "family=qwen3", "layers=1", "hidden=128", "ffn=128", "heads=8", "kv_heads=4", "head_dim=32", "vocab=128",
 )  # fmt: skip
-# Complete blocks of 128 on 4 ranks
+# Model whose shards on 4 ranks have complete blocks of 128
 BLOCKS = (
     "layers=1",
     "hidden=512",
@@ -57,7 +57,8 @@ class Bits(NamedTuple):
 
 @functools.cache
 def mesh_of(sizes: tuple[int, ...], kind: str = "") -> DeviceMesh:
-    """The mesh with these sizes. If the run has more ranks, the mesh runs as equal copies."""
+    """Return the mesh with these sizes. If there are more ranks than the mesh has, every group of ranks is an equal
+    copy of the mesh."""
     shape = (dist.get_world_size() // prod(sizes), *sizes)
     return init_device_mesh(kind or worker.device().type, shape, mesh_dim_names=("copies", *AXES))[AXES]
 
@@ -130,7 +131,7 @@ EIGHT = ("tp8+sp", "tp4xdp2+sp", "tp2xhsdp2x2+sp")
 @pytest.mark.parametrize(
     ("recipe", "model", "world", "names"),
     [
-        pytest.param("fp8_current", SMALL, 2, TWO, marks=pytest.mark.full),  # represented by the runs below
+        pytest.param("fp8_current", SMALL, 2, TWO, marks=pytest.mark.full),  # the cases below cover the same code
         pytest.param("bf16", QWEN3, 2, TWO, marks=pytest.mark.full),
         pytest.param("fp8_block", BLOCKS, 2, TWO, marks=pytest.mark.full),
         ("nvfp4", SMALL, 2, ("tp2+sp", "dp2")),  # stochastic rounding
@@ -221,7 +222,7 @@ def test_a_run_continues_on_another_mesh_with_recomputed_blocks_and_keeps_its_bi
 
 
 class Mixes(nn.Module):
-    """Adds a vector to sums over tokens, which segments of tokens do not have."""
+    """Cumulative sum over all tokens plus a vector: a module that cannot run on segments of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,8 +294,8 @@ def refused() -> dict[str, str]:
         "overlap = 'chunked'": lambda: converted(tp, overlap="chunked"),
         "4 is a RMSNorm of dlp.ops": lambda: converted(tp, dlp.ops.RMSNorm(64)),
         "4 draws masks of p = 0.5": lambda: converted(tp, nn.Dropout(0.5)),
-        "4 does not compute each token by itself": lambda: converted(tp, Mixes())(x),
-        "4 reads features that tp cuts, and weight has 1 elements": lambda: converted(tp, nn.PReLU(), slopes=True)(x),
+        "4 does not compute tokens independently": lambda: converted(tp, Mixes())(x),
+        "4 reads features that tp shards, and weight has 1 elements": lambda: converted(tp, nn.PReLU(), slopes=True)(x),
         "recipes do not change": lambda: dlp.set_recipe(converted(tp), "1", "bf16"),
         "leave recipe out of dlp.autocast": in_region,
         "main_grads": lambda: attached(main_grads="grad"),
@@ -327,7 +328,7 @@ def test_what_is_not_invariant_is_refused_by_name(ranks):
         if "invariant = true: " not in message or expected not in message
     }
     assert not wrong
-    with pytest.raises(ValueError, match="tp = 3: a sum is a tree of 8 segments"):
+    with pytest.raises(ValueError, match="tp = 3: each sum is a binary tree over 8 segments"):
         check_mesh(ParallelDims(tp=3), "cpu", "auto")
     with pytest.raises(ValueError, match="dp_replicate = 4: FSDP adds"):
         check_mesh(ParallelDims(dp_replicate=4), "cpu", "auto")

@@ -1,5 +1,5 @@
 """Planned and counted bytes of complete training steps are equal on every mesh and in every case that the plan
-predicts. Bytes that are not in the plan raise on all ranks. Shares of bf16 refer to counted bytes."""
+predicts. If bytes that are not in the plan are sent, all ranks raise. Tests of the share of bf16 use counted bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from tests import pool as worker
 from tests import training
 from tests.cases import BY_SCALES, RECIPES, few, nightly, of_these
 
-# Largest share of the bf16 bytes for one gathered orientation. Recipes that are not listed have no limit.
+# Largest bytes of one gathered orientation, relative to a gather in bf16. Recipes that are not listed gather nothing
+# quantized.
 MOST = {
     "fp8_current": 0.501,
     "fp8_delayed": 0.501,
@@ -39,7 +40,7 @@ MOST = {
 
 
 def steps(config: Config, count: int = WARM + 1) -> Trainer:
-    """Train this number of steps and return the trainer. Raises if the ledger raises."""
+    """Train `count` steps and return the trainer. Raises if counted and planned bytes differ."""
     made, _ = training.trainer(config)
     for step in range(count):
         made.say_remarks(made.watched_step(step))
@@ -66,7 +67,8 @@ def test_every_recipe_sends_what_its_plan_says_and_gathers_its_share_of_bf16(ran
     config = training.config(tmp_path, data, "--groups.default.recipe", recipe, *WHOLE_BLOCKS)
     for found, _ in ranks(2).run(shares, config):
         assert max(found, default=0.0) <= MOST.get(recipe, 0.0)
-        assert len(found) >= 6 or recipe not in MOST  # x of qkv and of gate/up twice, dy of o and of down
+        # x of qkv and of gate/up in forward and in backward, dy of o and of down
+        assert len(found) >= 6 or recipe not in MOST
         print(f"{recipe}: {len(found)} gathers of {sorted(set(found))} of bf16")
 
 
@@ -156,7 +158,7 @@ OVER_DATA = {
     "replicas that agree": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1", "--mesh.amax_group=world"],
 }
 CASES = OVER_TP | {case: [TWO_BLOCKS, *options] for case, options in OVER_DATA.items()}
-FOR_ALL = [  # terms of the plan that no test below has
+FOR_ALL = [  # cases with terms of the plan that no other test has
     "fp8 sums of microbatches",
     "odd tokens, and the world agrees",
     "whole tokens, one gemm in bf16, tied",
@@ -234,7 +236,7 @@ class Silent(Trainer):
 
 @pytest.mark.ranks(2)
 def test_a_silent_gather_in_bf16_raises(ranks, tmp_path, data):
-    x = 256 * 64 * 2  # this rank's tokens x hidden, for qkv and for gate/up
+    x = 256 * 64 * 2  # tokens of this rank x hidden size x gathers (qkv, gate/up)
     expected = (
         f"counted bytes differ from planned bytes: on rank 0, tp fprop: planned {x:,} bytes, counted {2 * x:,} (first "
         f"in model.layers.0.mlp.gate_proj)"
@@ -259,7 +261,7 @@ class SilentWeights(Trainer):
 def test_a_weight_that_silently_travels_in_bf16_raises(ranks, tmp_path, data):
     config = training.config(tmp_path, data, *OVER_DP)
     made = ranks(2).run(by_dp_shard, config)[0]
-    # A rank has half of [64, 128]; one byte per element more, two passes, 2 microbatches.
+    # bf16 instead of codes: one more byte for each element of half of [64, 128], in two passes of 2 microbatches
     more = made + 64 * 128 // 2 * 2 * 2
     told = ranks(2).run(message_of, config, SilentWeights)
     assert told[0] == told[1]
@@ -267,13 +269,14 @@ def test_a_weight_that_silently_travels_in_bf16_raises(ranks, tmp_path, data):
 
 
 def by_dp_shard(config: Config) -> int:
-    """The bytes of gathers of weights over dp_shard."""
+    """Train, and return the counted bytes of weights that are gathered over dp_shard."""
     seen = steps(config).wire.seen()
     return sum(n for key, n in seen.sent.items() if (key.group, key.purpose) == ("dp_shard", "weights"))
 
 
 def untold(config: Config) -> tuple[str, int, dict[str, int]]:
-    """Run with a strategy that does not define `sent`; return the warning, the counted bytes and the planned bytes."""
+    """Run with an overlap strategy that does not predict its bytes (`sent`); return the warning, the counted bytes and
+    the planned bytes."""
     with patch.object(Serial, "sent", None):
         made = steps(config)
         return made.wire.said(), sum(made.wire.seen().sent.values()), made.wire.bytes()
@@ -309,7 +312,8 @@ def test_one_rank_watches_nothing(ranks, tmp_path, data):
 
 
 def watched(config: Config) -> tuple[list[int], list[int]]:
-    """The steps, out of eight, in which the ledger counts bytes, and the planned bytes of each."""
+    """Train eight steps; return the numbers of the steps in which the ledger counts bytes, and the planned bytes of
+    each step."""
     made, _ = training.trainer(config)
     seen, sent = [], []
     for step in range(8):
@@ -372,7 +376,7 @@ def test_the_report_has_bytes_by_layer_and_pass(ranks, tmp_path, data):
         assert sum(sum(passes.values()) for passes in found.values()) == total
         m, k = 256, 64
         down = found["model.layers.0.mlp.down_proj"]
-        quantized = m * k + m * 4  # one scale for each row of 64 elements, which is one block
+        quantized = m * k + m * 4  # a row of 64 elements is one (partial) block with one scale
         assert down == {"fprop": m * k * 2, "dgrad": quantized, "wgrad": m * k + 2 * k * 4}
 
 
@@ -401,7 +405,8 @@ def table(config: Config, cls: type[Trainer]) -> tuple[str, list[dict[str, str]]
 def test_rows_of_the_ledger_program(ranks, tmp_path, data):
     config = training.config(tmp_path, data)
     for differs, (row,) in ranks(2).run(table, config, Trainer):
-        assert not differs and row["planned"] == row["counted"] and int(row["amax"]) == 4 * 8  # x, x, dy, dy
+        # Agreements on two x and two dy
+        assert not differs and row["planned"] == row["counted"] and int(row["amax"]) == 4 * 8
         assert row["group"] == "tp" and float(row["share_of_bf16"]) < 0.9 and row["gathers_of_bf16"] == "0.5000"
     told = ranks(2).run(table, config, Stray)
     assert all("planned 0 bytes, counted 400" in differs for differs, _ in told)

@@ -1,8 +1,9 @@
 """A sharded linear compared with the same layer on one rank: y, dx, dw, db, for every style and recipe.
 
 Each worker builds the unsharded LOCAL layer from the same seeds, runs the layer on the full tensors, and compares the
-local shards. `lattice` data makes all products and sums exact and all scales equal, so bits must be equal for results
-without sums over ranks. `gauss` data bounds the error by the error of the recipe, measured against high precision.
+local shards. With `lattice` data all products and sums are exact and all scales equal, so results that are not sums
+over ranks must have equal bits. With `gauss` data the difference is bounded by the error of the recipe against high
+precision.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Full(NamedTuple):
 
 
 class Error(NamedTuple):
-    """Error of one result on one rank. `squared`, `norm`: sums of squares of the difference and of the expected
-    result."""
+    """Error of one result on one rank. `equal`: whether the bits are equal; `squared`: sum of squares of the
+    difference; `norm`: sum of squares of the expected result."""
 
     equal: bool
     squared: float
@@ -131,7 +132,7 @@ def whole_partials(layer: Linear, results: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def dimension_cut(case: LinearCase, result: str) -> int | None:
-    """The dimension of y, dx, dw or db that is sharded on this rank."""
+    """Return the dimension along which y, dx, dw or db is sharded over tp; None if it is not sharded."""
     style = case.style
     cuts = {"y": style.cut_dy, "dx": style.cut_x, "dw": style.shard_dim, "db": 0 if style.shard_dim == 0 else None}
     return cuts[result.rstrip("012")]
@@ -175,7 +176,8 @@ def compare(case: LinearCase, actual: dict[str, Tensor], expected: dict[str, Ten
 
 
 def against_one_rank(cases: list[LinearCase]) -> list[tuple[dict[str, Error], dict[str, float]]]:
-    """Return, for each case, the errors compared with the unsharded layer, and the error of the unsharded layer itself."""
+    """Return, for each case, the error of each result compared with the unsharded layer, and the relative error of the
+    unsharded layer compared with fp64."""
     results = []
     for case in cases:
         full = make_full(case)
@@ -186,12 +188,12 @@ def against_one_rank(cases: list[LinearCase]) -> list[tuple[dict[str, Error], di
 
 
 def over_ranks(errors: list[Error]) -> float:
-    """The relative Frobenius error of the unsharded result."""
+    """Combine the errors of all ranks to the relative Frobenius error of the full result."""
     return math.sqrt(sum(error.squared for error in errors) / sum(error.norm for error in errors))
 
 
 def crosses_ranks(case: LinearCase, result: str) -> bool:
-    """Whether this result is a sum over ranks."""
+    """Return whether this result is a sum over ranks."""
     style, kind = case.style, result.rstrip("012")
     comm = {"y": style.fprop, "dx": style.dgrad, "dw": style.wgrad}
     return style.partial_bias_grad if kind == "db" else comm[kind].reduce is not None
@@ -263,7 +265,7 @@ def test_gathered_codes_are_the_codes_of_the_whole(ranks, world, recipe):
 
 
 def forget_the_group(recipe: str) -> tuple[float, float]:
-    """Errors of y compared with one rank, with the agreement on amaxes and without it."""
+    """Return the errors of y compared with one rank: if ranks agree on amaxes, and if they do not."""
     case = LinearCase(("column", True), recipe, torch.bfloat16)
     full = make_full(case)
     expected = unsharded(case, full)
@@ -281,8 +283,8 @@ def test_a_forgotten_amax_group_is_noticed(ranks, world):
 
 
 class Counts(NamedTuple):
-    """Number of collectives in one forward and backward: (gathers, exchanges, agreements) of each pass. An
-    all-reduce counts as an exchange and a gather."""
+    """Number of collectives in each pass: (all-gathers, all-to-alls, amax agreements). An all-reduce counts as an
+    all-to-all and an all-gather."""
 
     forward: tuple[int, int, int]
     backward: tuple[int, int, int]
@@ -368,7 +370,8 @@ def test_recomputation_repeats_the_bits(ranks, recipe):
 
 
 def unused_sibling() -> dict[str, bool]:
-    """q and v are used and k is not: dx is the sum of two dgrads, and the weight of k has no gradient."""
+    """Run q, k and v in a layer of siblings whose k is not used: dx must be the sum of two dgrads, and the weight of k
+    must have no gradient."""
     case = LinearCase(("column", True), "fp8_current", torch.bfloat16, bias=True, siblings=3)
     full = make_full(case)
     mesh = worker.mesh(tp=dist.get_world_size())["tp"]

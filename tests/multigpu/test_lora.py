@@ -1,5 +1,5 @@
-"""Adapters under tp with sequence parallelism, and over a base of codes under torch's tp and FSDP2, are compared with one
-rank."""
+"""LoRA compared with one rank: under dlp's tp with sequence parallelism, and with a quantized base under torch's tp and
+FSDP2."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def cut(sequence_parallel: bool, recipe: str) -> float:
-    """The largest relative difference between tp and one rank."""
+    """Train a model with adapters on tp ranks and on one rank; return the largest relative difference of a tensor."""
     mesh = dlp.build_mesh(tp=dist.get_world_size())
     expected = trained(with_adapters(Block()).to(worker.device()), inputs())
     model = with_adapters(Block(sequence_parallel))
@@ -104,7 +104,8 @@ TORCHS = {
 
 
 def by_torchs_tp(base: Any, how: str, folder: str) -> float:
-    """The largest relative difference between torch's tensor parallelism over codes and one rank."""
+    """Train adapters over a quantized base, under torch's tensor parallelism and on one rank; return the largest
+    relative difference of a tensor."""
     one = with_adapters(Block(), base=base).to(worker.device())
     model, mesh = copy.deepcopy(one), worker.mesh(tp=dist.get_world_size())["tp"]
     parallelize_module(model, mesh, TORCHS[how])

@@ -1,5 +1,5 @@
-"""Low-bit averages in complete runs: resumed runs repeat the bits, other meshes and other optimizers load the decoded
-values, and a step with non-finite gradients changes nothing."""
+"""Optimizers with low-bit averages in complete runs: a resumed run has the bits of an uninterrupted run, other meshes
+and other optimizers load the decoded averages, and a step with non-finite gradients changes nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.metrics import assert_bit_equal
 
 SMALL = ("hidden=256", "ffn=512", "head_dim=64", "layers=1", "kv_heads=4")
 VALUES = " values"
-O_PROJ = "model.layers.0.self_attn.o_proj.weight"  # with tp = 2, the rows have half a block of 256 elements
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"  # with tp = 2 a row has 128 elements, half a block of the averages
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def config(folder: Path, data: Path, optimizer: str, *overrides: str) -> Config:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """View float8 as bytes, because gloo and pickle do not support float8."""
+    """Return the unsharded tensor on the CPU; float8 as bytes, because gloo and pickle do not support float8."""
     if tensor.dtype == torch.float8_e4m3fn:
         local, meta = local_values(tensor).view(torch.uint8), torch.empty(tensor.shape, device="meta")
         places = {"run_check": False, "shape": meta.shape, "stride": meta.stride()}
@@ -48,7 +48,8 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def state_of(trainer: Any) -> dict[str, dict[str, Tensor]]:
-    """Full optimizer state of a checkpoint, by parameter, with the decoded values of codes under VALUES."""
+    """Return the unsharded optimizer state that a checkpoint would contain, by parameter. The decoded average of key
+    `k` has the key `k + VALUES`."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, state in save_load._tensors(trainer.state)["optimizer"].items():
         found[name] = {"step": whole(state["step"])}
@@ -64,7 +65,8 @@ def state_of(trainer: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def trained(config: Config, until: int) -> tuple[list[float], dict[str, dict[str, Tensor]]]:
-    """Continue up to step `steps` and save; return the losses and the optimizer's state."""
+    """Train up to step `until`, from a checkpoint if there is one, and save; return the losses and the optimizer
+    state."""
     trainer, done = training.trainer(config)
     trainer.recorder.begin(done)
     losses = [trainer.train_step(step).numbers.read()[0] for step in range(done, until)]

@@ -40,7 +40,7 @@ def three_microbatches(
     ("sizes", "fsdp", "added", "left"),
     [
         ({"tp": 2}, False, 2 * 3, "blocks.1.gate and 2 more: the gradients are partial sums over tp"),
-        ({"dp_shard": 2}, True, 0, "blocks.0.gate and 5 more: FSDP has them"),
+        ({"dp_shard": 2}, True, 0, "blocks.0.gate and 5 more: FSDP manages the weights"),
     ],
 )
 def test_gradients_have_autograds_bits(ranks, sizes, fsdp, added, left):

@@ -31,8 +31,8 @@ MESHES = {"tp": ["--mesh.tp=2", "--train.global_batch=2"], "fsdp": ["--mesh.tp=1
 
 
 def counted(config: Config) -> dict[str, tuple[float, float]]:
-    """Bytes between steps, by row of the prediction, and the largest bytes of gathered weights in a forward; each with the
-    prediction."""
+    """Return (counted bytes, planned bytes) of each row of the memory plan between steps, and of the gathered weights
+    during forward (their maximum)."""
     sizes, units, gathered = config.mesh, {}, [0]
 
     def look(module: nn.Module, args: Any) -> None:
@@ -79,7 +79,7 @@ def test_what_stays_of_a_model_of_transformers_was_planned(ranks, architecture, 
 
 
 def mapped(config: Config) -> int:
-    """Bytes of the peer buffers of a run, rounded as GPUs map memory."""
+    """Return the bytes of the peer buffers of a run, rounded up to the multiples in which GPUs map memory."""
     mesh = worker.mesh(tp=2)
     moves = Transport(mesh["tp"].get_group(), worker.device(), SharedSlot)
     transport.use(moves.group, moves)
@@ -91,8 +91,8 @@ def mapped(config: Config) -> int:
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_no_more_is_mapped_than_was_planned(ranks, device_type):
-    """The run uses every kind of peer buffer: dy is sent in both orientations, one orientation is read in chunks, and
-    ranks agree on scales."""
+    """The run needs all peer buffers that the plan knows: transfers of dy in both orientations, one of them in chunks,
+    and agreements on scales."""
     if device_type == "cuda":
         pytest.skip("emulated on CPU ranks")
     options = ["--mesh.transport=mapped", "--recipe=nvfp4", "--groups.default.overlap=chunked:4", "--model.layers=1"]

@@ -1,5 +1,5 @@
-"""build_mesh: errors about sizes that do not fit the world contain the numbers, tp is the innermost axis, and axes have
-names."""
+"""build_mesh: sizes that do not fit the number of ranks are refused with both numbers, tp is the innermost axis, and
+axes have names."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_names_of_axes_are_spelled_in_one_file():
         for file, node in nodes_in(folder, (ast.Constant,))
         if node.value in AXES
     }
-    keywords = "dlp/te_arguments.py"  # in this file "tp" is an argument of a layer
-    settings = "launch/config/sections.py"  # does not import torch
+    keywords = "dlp/te_arguments.py"  # there "tp" is the name of an argument of layers
+    settings = "launch/config/sections.py"  # repeats the names, because it must not import torch
     assert sections.AXES == AXES
     assert {place.partition(":")[0] for place in spelled} - {keywords, settings} == {"dlp/comm/mesh.py"}, sorted(
         spelled
@@ -154,7 +154,7 @@ def test_a_real_world_is_checked(ranks):
 
 
 def cpu_and_device_tensors() -> list[float]:
-    """Groups of a mesh send tensors of the host and of the device."""
+    """All-reduce a CPU tensor and a tensor of the device over a group of the mesh; return both sums."""
     group = worker.mesh(tp=2)["tp"].get_group()
     tensors = [torch.ones((), device=device) for device in ("cpu", worker.device())]
     for tensor in tensors:
@@ -168,7 +168,8 @@ def test_groups_carry_host_and_device_tensors(ranks):
 
 
 def layers_of_a_mesh() -> tuple[list[tuple[int, ...]], list[str]]:
-    """Shards of layers that get a mesh of three axes, and the error about a mesh without the axis tp."""
+    """Return the shapes of the weight shards of layers that get the full mesh as `tp`, and the error about a mesh
+    without the axis tp."""
     mesh = worker.mesh(tp=2)
     made = [
         dlp.ColumnParallelLinear(8, 6, tp=mesh, device=mesh.device_type),

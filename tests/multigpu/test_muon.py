@@ -1,4 +1,5 @@
-"""Muon in complete runs: torch's Muon on one rank, the same matrices on shards, a resumed run, and refused states."""
+"""Muon in complete runs: equality with torch's Muon on one rank, the same updates on shards, a resumed run, and refused
+optimizer states."""
 
 from __future__ import annotations
 

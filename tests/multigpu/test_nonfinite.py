@@ -1,4 +1,4 @@
-"""The rank with a non-finite value reports the value, because ranks share scales but not flags."""
+"""A non-finite value is reported by the rank that has it: ranks share scales, but not the flags of casts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def step(model: Net, optimizer: torch.optim.Optimizer, into: str, value: float) 
 
 
 def told(recipe: str, held: str, into: str, value: float) -> list[str]:
-    """Message of this rank about a step with a non-finite value, for the first affected tensor."""
+    """Run a step without and a step with a non-finite value; return the first tensor that this rank reports, or an
+    empty list."""
     with ExitStack() as kernels:
         if worker.device().type == "cpu":
             kernels.enter_context(emulation())
@@ -86,9 +87,9 @@ def test_the_rank_that_has_it_tells(ranks, recipe: str, held: str, into: str, of
 
 
 def raised(into: str) -> tuple[str, int]:
-    """The message, if there is one, and the number of steps that began."""
+    """Run up to 3 steps; return the message of the error ("" if there is none), and the number of steps that began."""
     model, optimizer = made("fp8_current", "fsdp", "raise")
-    for i in range(3):  # a rank that continues waits for the stopped rank, until torchrun ends it
+    for i in range(3):  # in a real run, a rank that continues would wait for the other until torchrun ends it
         try:
             step(model, optimizer, into if i == 1 else "", torch.inf)
         except FloatingPointError as error:

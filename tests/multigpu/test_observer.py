@@ -1,7 +1,8 @@
-"""The observer of the wire counts the bytes that a rank sends, compared with formulas in this file, on 2 and 4 ranks.
+"""`dlp`'s observer of transfers counts the bytes that a rank sends: compared with formulas in this file, on 2 and 4
+ranks.
 
-The tests cover all code that torch executes: dlp's collectives, functional collectives, DTensor, collectives inside
-opaque and compiled ops and in backward.
+The tests cover dlp's collectives, torch's functional collectives, DTensor, and collectives inside opaque ops, compiled
+code and backward.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def observed(**sizes: int) -> tuple[Any, observer.Observer]:
 
 
 def sent(fn: Any, *, world: int) -> dict[str, int]:
-    """Bytes that `fn(group)` sends on this rank, by kind of collective; group: all ranks."""
+    """Return the bytes that `fn(group)` sends from this rank, by kind of collective. `group` has all ranks."""
     mesh, seen = observed(tp=world)
     with seen:
         fn(mesh["tp"].get_group())
@@ -39,7 +40,8 @@ def sent(fn: Any, *, world: int) -> dict[str, int]:
 
 
 def each_kind(world: int) -> dict[str, dict[str, int]]:
-    """Bytes by kind of collective, for each call by name. x has 4*world fp32 elements."""
+    """Return, for each named call, the bytes by kind of collective. The calls send x, which has 4 * world fp32
+    elements."""
     x = torch.ones(4 * world, device=worker.device())
     small, rank = x[:4].clone(), dist.get_rank()
     many = [torch.empty_like(small) for _ in range(world)]
@@ -250,5 +252,5 @@ def test_a_collective_that_cannot_be_counted_is_refused(ranks):
 def test_every_collective_of_this_torch_is_in_the_table():
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     theirs = {name for name in names if name.partition("::")[0] in ("c10d", "_c10d_functional")}
-    # Two batches of sends in one op, which is new in torch 2.13. The observer refuses the op.
+    # batch_p2p_ops is new in torch 2.13 and combines batches of sends. The observer refuses the op.
     assert theirs - observer._OPS.keys() - observer._SILENT <= {"_c10d_functional::batch_p2p_ops"}

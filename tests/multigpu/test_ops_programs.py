@@ -26,7 +26,7 @@ from tests.paired_models import K, M, values, without_programs
 from tests.restored_tables import restored_fusions
 
 pytestmark = pytest.mark.ranks(2)
-SEGMENTS = {  # L: launches; C: start of a collective; A: wait for the collective
+SEGMENTS = {  # (recipe, delay) -> segments of each pass: L launches, C start of a collective, A wait for it
     ("fp8_current", False): {"forward": ["LCALCLALCAL"], "backward": ["LCALCLALCLCALAL"]},
     ("bf16", True): {"forward": ["LCALCAL"], "backward": ["CALCLCAAL"]},
 }
@@ -51,8 +51,8 @@ def mlp(recipe: str, group: Any, overlap: str) -> ops.Sequential:
 
 
 def between_collectives(recipe: str, group: Any) -> ops.Sequential:
-    """The same model with linears that are not sharded, between collectives over a group that the linears do not
-    know."""
+    """The same model, with unsharded linears and explicit collectives around them: the linears do not know the process
+    group."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"recipe": recipe, "dtype": torch.bfloat16, "bias": False}
     return ops.Sequential(
@@ -74,7 +74,8 @@ def states(model: ops.Sequential) -> dict[str, list[str]]:
 
 
 def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool, explicit: bool) -> list[Found]:
-    """Run the model with mapped memory, with collectives, and with collectives without captured launches."""
+    """Run the model three times: with mapped memory, with collectives, and with collectives and no capture. Return the
+    states of the passes, the plan and the results of each run."""
     mesh, found = worker.mesh(dp_shard=1, tp=2), list[Found]()
     for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
         with device(), off, restored_fusions(none=basic), moved_by(mesh["tp"].get_group(), mapped):  # type: ignore[attr-defined]
@@ -91,7 +92,7 @@ def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool, explicit: bool
                 y.backward(values(100 + seed + dist.get_rank(), *y.shape).to(worker.device()))
                 if delay:
                     for linear in linears:
-                        # The linear now looks like a layer that belongs to no model
+                        # `backward_dw` expects the attribute that an explicitly constructed layer has
                         vars(linear)["dlp_session"] = linear.core.session
                         assert dlp.backward_dw(linear) == len(linear.core.members)
                 results += [y.detach(), x.grad]
@@ -105,7 +106,8 @@ def on_ranks(recipe: str, overlap: str, delay: bool, basic: bool, explicit: bool
 def check(
     ranks: Any, recipe: str, overlap: str = "serial", delay: bool = False, basic: bool = False, explicit: bool = False
 ) -> Any:
-    """Compare the bits of all three runs; return the states and plans of a rank for each run."""
+    """Assert that all three runs have equal bits; return (states, plan) of the run with mapped memory and of the run
+    with collectives."""
     for found in ranks(2).run(on_ranks, recipe, overlap, delay, basic, explicit):
         (*_, through_memory), (*_, by_calls), (*_, expected) = found
         for results in (through_memory, by_calls):
@@ -121,8 +123,8 @@ def check(
     "recipe", few(["bf16", "fp8_current", "fp8_delayed", "fp8_block"], ("fp8_delayed", "fp8_block"))
 )
 def test_a_fuser_that_communicates(ranks, recipe: str, delay: bool):
-    """Forward: an agreement on x and the gather of x before fprop, and the sum over tp of the row layer. Backward: the
-    gather of the operand of dgrad starts first."""
+    """With mapped memory each pass is one native call. With collectives, forward has an agreement and a gather of x
+    before fprop, and a reduction in the row layer; backward starts the gather for dgrad first."""
     (mapped, said), (calling, by_calls) = check(ranks, recipe, delay=delay)
     assert "L" in mapped["forward"] and "L" in mapped["backward"], mapped
     assert "captured: forward, native calls: 1" in said and "captured: backward, native calls: 1" in said
@@ -142,7 +144,7 @@ def test_ops_that_communicate_by_themselves(ranks):
 
 
 def test_collectives_of_the_users_send_through_mapped_memory(ranks):
-    """Only the fused op knows the process group."""
+    """The linears have no process group; the ops fused with collectives do."""
     (mapped, said), _ = check(ranks, "fp8_current", explicit=True)
     assert "L" in mapped["forward"] and "L" in mapped["backward"], mapped
     assert "GatheredLinear" in said and "ReducedLinear" in said

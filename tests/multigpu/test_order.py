@@ -1,4 +1,5 @@
-"""The search for races (tests/launch_order.py) reports missing waits in launches that are otherwise in order."""
+"""The search for races (tests/launch_order.py) finds nothing in the launches of a correct pass, and reports each wait
+that is removed from them."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 
 def moved() -> list[Launch]:
-    """Run a gather in two pieces with an agreement, and then sums that read the gathered tensor, once per pass. No
-    other transfer orders the uses of the slot of the sums."""
+    """Run a pass with a gather in two pieces and an agreement, then three passes with a sum over ranks, and return the
+    launches. Each of the latter passes has only one transfer, so only its own waits order the uses of its slot."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         x = torch.ones(moves.world, 64)
@@ -45,7 +46,7 @@ def without(name: str, lane: bool) -> Callable[[list[Launch]], list[Launch]]:
 
 
 def early(name: str) -> Callable[[list[Launch]], list[Launch]]:
-    """Move the launches with this name forward in their stream, directly behind the last wait."""
+    """Move the launches with this name forward in their stream, to the position after the last wait for an event."""
 
     def moved(launches: list[Launch]) -> list[Launch]:
         found: list[Launch] = []
@@ -58,7 +59,7 @@ def early(name: str) -> Callable[[list[Launch]], list[Launch]]:
 
 
 def renamed(name: str) -> Callable[[list[Launch]], list[Launch]]:
-    """Replace the launches with this name, which wait, by launches that only read."""
+    """Replace waiting launches with this name by launches that read the same bytes without waiting."""
     return lambda launches: [each._replace(name="reads") if each.name == name else each for each in launches]
 
 

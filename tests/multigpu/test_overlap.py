@@ -1,8 +1,8 @@
 """`chunked` compared with `serial`: the same layer, for every style and recipe, on 2 and 4 ranks.
 
 On `lattice` data products and sums are exact, so bits are equal in every order. On `gauss` data a GEMM over fewer rows
-may sum in another order, so results agree within a few roundings, or, where these roundings change a code of the next
-operand, within the error of the recipe.
+may sum in another order, so results agree within a few roundings, or within the error of the recipe where such a
+rounding changes a code of the next operand.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ from tests.shared_slot import SharedSlot
 
 
 def strategy(name: str) -> Overlap:
-    """A strategy by name. "mapped" and "mapped serial" use mapped memory, as on GPUs."""
+    """Load a strategy by its name in this file: "mapped" is `chunked` and "mapped serial" is `serial`, both through
+    mapped memory."""
     return overlaps.load({"mapped serial": "serial"}.get(name, name.replace("mapped", "chunked")))
 
 
@@ -93,8 +94,8 @@ Compared = list[dict[str, tuple[bool, float, float]]]
 
 
 def compare(cases: list[LinearCase], wire: str, *chosen: tuple[str, str, str]) -> list[Compared]:
-    """Return, for each choice of strategies, case and result, whether bits are equal, and the squared norms of the difference
-    and of the result of `serial`."""
+    """Compare each choice of strategies (fprop, dgrad, wgrad) with `serial`. Return, for each choice, case and result:
+    whether bits are equal, and the sums of squares of the difference and of the result of `serial`."""
     found: list[Compared] = [[] for _ in chosen]
     for case in cases:
         full = make_full(case)
@@ -111,14 +112,14 @@ def compare(cases: list[LinearCase], wire: str, *chosen: tuple[str, str, str]) -
 
 
 def fewer(style_key: tuple[str, bool], recipe: str) -> list[LinearCase]:
-    """Three of five cases, which contain every value of each option (dtypes, bias, siblings, odd token counts, data)
-    once."""
+    """Return three of the five cases. They contain every value of each option (dtype, bias, siblings, odd token counts,
+    data)."""
     return list(linear_cases(style_key, recipe))[::2]
 
 
 def bound(case: LinearCase, device_type: str) -> float:
-    """Bound on the relative difference. FP8 units keep about 14 bits of a sum, so the order of a sum changes
-    results."""
+    """Bound on the difference relative to `serial`. It is larger on GPUs, whose FP8 units keep about 14 bits of a sum,
+    which makes the order of a sum visible."""
     native = device_type == "cuda" and case.recipe != "bf16"
     return max(EPSILON[case.dtype], 2.0**-10 if native else 0.0)
 
@@ -148,9 +149,9 @@ def test_chunked_is_serial(ranks, device_type, world, recipe, style_key):
     [
         ((4096, 1, 1, 7168, 132), [4096]),
         ((4096, 2, 1), [2048, 4096]),
-        # 14 * 28 tiles are almost three waves of 132; 16 * 28 tiles are 3.4 waves
+        # With 132 SMs, 14 x 28 tiles fill almost three waves; an equal split (16 x 28 tiles) would fill 3.4 waves
         ((4096, 2, 1, 7168, 132), [1792, 4096]),
-        ((4096, 4, 1, 4096, 132), [1024, 2048, 3072, 4096]),  # 8 * 16 tiles
+        ((4096, 4, 1, 4096, 132), [1024, 2048, 3072, 4096]),  # a piece has 8 x 16 tiles, one wave
         ((1000, 3, 32), [384, 768, 1000]),
         ((96, 4, 32), [32, 64, 96]),
         ((5, 2, 1), [3, 5]),
@@ -164,7 +165,7 @@ def test_pieces_end_between_blocks_tiles_and_waves(sizes: tuple[int, ...], cuts:
 
 
 class Noted:
-    """A slot that records the calls of its methods."""
+    """Stand-in for a slot that records the calls of its methods."""
 
     def __init__(
         self, log: list[Any], tags: Iterator[int], nbytes: int, group: Any, device: Any, named: Any, lane: Any
@@ -205,7 +206,7 @@ def test_each_piece_is_awaited_by_itself_and_once():
         ("chunks", "unknown overlap strategy 'chunks': the strategies are chunked, serial"),
         ("fused", "unknown overlap strategy 'fused': the strategies are chunked, serial"),
         ("serial:2", "overlap strategy 'serial:2': serial does not work in chunks; set 'serial'"),
-        ("chunked:0", "overlap strategy 'chunked:0': expected a number of chunks >= 1 behind chunked:, got '0'"),
+        ("chunked:0", "overlap strategy 'chunked:0': expected a number of chunks >= 1 after chunked:, got '0'"),
     ],
 )
 def test_a_strategy_that_there_is_not(chosen: str, said: str):
@@ -254,7 +255,8 @@ def test_rows_that_do_not_divide_over_ranks_are_summed_too(ranks, device_type, w
 
 
 def gathered_error(strategy_name: str, axis: str) -> float:
-    """Error of x gathered over tp with amaxes agreed over `axis`. All ranks of dp_shard have the same shard."""
+    """Return the error of x that is gathered over tp, with amaxes agreed over `axis`. Ranks along dp_shard have the
+    same shard of x, so that an agreement over dp_shard changes nothing."""
     mesh = worker.mesh(dp_shard=2, tp=2)
     options: dict[str, Any] = {"tp": mesh["tp"], "sequence_parallel": True, "device": worker.device()}
     bound = ColumnParallelLinear(64, 64, recipe="fp8_current", **options).core.bound
@@ -277,7 +279,7 @@ REDUCTIONS = [("scatter", 16), ("all", 16), ("all", 13)]
 
 
 def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
-    """Bytes that each strategy predicts for a reduction, and bytes that the observer counted."""
+    """Return (predicted bytes, counted bytes) of a reduction, by strategy, wire format and kind of reduction."""
     mesh, found = worker.mesh(tp=dist.get_world_size()), {}
     device, group, quantizer = worker.device(), mesh["tp"].get_group(), KeepHighPrecision()
     w = quantizer.cast(torch.ones(24, 8, device=device), None)

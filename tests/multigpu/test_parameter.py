@@ -39,7 +39,7 @@ def as_dtensor(recipe: str) -> None:
         spread = DTensor.from_local(piece, tp, [Shard(dim)], run_check=False)
         assert spread.shape == weight.shape
         whole = spread.full_tensor()
-        decoded = whole.dequantize() if isinstance(whole, QuantizedParameter) else whole  # tp would cut a tile
+        decoded = whole.dequantize() if isinstance(whole, QuantizedParameter) else whole  # shards may cut tiles
         assert isinstance(whole, QuantizedParameter) or recipe == "fp8_block"
         assert_bit_equal(decoded, weight.dequantize())
         given = DTensor.from_local(x, tp, [Replicate()], run_check=False)
@@ -78,8 +78,8 @@ def test_fsdp_gathers_codes(ranks, recipe):
 
 @torch.no_grad()
 def checkpointed(folder: str, factor: float, saves: bool) -> torch.Tensor:
-    """y of a model under FSDP (if there are several ranks): of the saved model, or of a model with other values and
-    scales that loads the checkpoint."""
+    """Quantize a model, under FSDP if there are several ranks, and save a checkpoint or load it (`saves`); return y.
+    `factor` changes values and scales, so that a load must replace both."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), torch.randn(8, 64)
     for parameter in model.parameters():
@@ -115,7 +115,7 @@ class Adapted(nn.Module):
 
 
 def adapters(recipe: str, spread: bool) -> list[torch.Tensor]:
-    """y and dx of three training steps with adapters."""
+    """Return y and dx of three training steps with adapters. `spread`: shard the model by FSDP."""
     torch.manual_seed(0)
     model = nn.Sequential(Adapted(128, 256), nn.SiLU(), Adapted(256, 128)).to(worker.device())
     dlp.quantize_(model, recipe, lambda module, name: name.endswith("base"), mode="dynamic")
@@ -144,8 +144,8 @@ def test_adapters_of_codes_train_under_fsdp(ranks):
 
 @torch.no_grad()
 def as_torch_sends(quantizer: Any) -> bool:
-    """Whether torch sends rank 0's weight as codes, in a broadcast and as shards of a parallel module. An all-reduce of
-    codes is refused."""
+    """Return whether torch sends the weight of rank 0 as codes, in a broadcast and in `parallelize_module`; also check
+    that an all-reduce of codes is refused."""
     torch.manual_seed(dist.get_rank())
     tp, cast = worker.mesh(tp=2)["tp"], static()
 
@@ -184,7 +184,7 @@ def test_torchs_own_collectives_send_codes(ranks, quantizer):
 
 
 def by_torchs_tp(recipe: str, compiled: bool) -> tuple[float, float]:
-    """Errors of y and dx with torch's tensor parallelism, compared with one rank."""
+    """Return the errors of y and dx of a quantized model under torch's tensor parallelism, compared with one rank."""
     model, x = nn.Sequential(nn.Linear(128, 256), nn.SiLU(), nn.Linear(256, 128)), torch.randn(16, 128)
     model, x = dlp.quantize_(model.to(worker.device()), recipe, mode="dynamic"), x.to(worker.device())
     for each in (*model.parameters(), x):
@@ -242,8 +242,8 @@ def test_uneven_shards_are_refused_by_all_ranks(ranks, world, rows):
 
 
 def strided_scales() -> tuple[torch.Tensor, torch.Tensor]:
-    """y of a frozen fp8_block linear over FSDP whose scales are stored column by column, as Hopper's GEMMs read
-    scales."""
+    """Return y and the expected y of a frozen fp8_block linear under FSDP, whose scales are stored column by column, in
+    the layout of Hopper's GEMMs."""
     torch.manual_seed(0)
     layer, x = nn.Sequential(nn.Linear(256, 512)).to(worker.device()), torch.randn(4, 256, device=worker.device())
     dlp.quantize_(layer, "fp8_block", mode="weight_only")
@@ -272,5 +272,5 @@ def cut_blocks() -> None:
 
 @pytest.mark.ranks(2)
 def test_shards_that_cut_blocks_are_of_values(ranks):
-    """Shards of 24 rows in tiles of 16 are gathered as values: a note says so, and results are right."""
+    """Shards of 24 rows cut a tile of 16 rows, so FSDP gathers values: a note says so, and results are right."""
     ranks(2).run(cut_blocks)

@@ -1,4 +1,5 @@
-"""tp-partial gradients that only some ranks have, and backwards whose sums would be missing, are refused."""
+"""tp-partial gradients that only some ranks have, and backwards after which partial gradients would not be summed,
+which are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from tests.multigpu.test_grads import (
 
 
 def gathered_between() -> dict[str, Tensor]:
-    """Parameters stay gathered between forward and backward, and so do the first gradients."""
+    """Train with parameters that FSDP keeps gathered after forward, and with accumulated gradients that FSDP reduces
+    only in the last backward; return the gradients."""
     torch.manual_seed(3)
     model, mesh = Net(), worker.mesh(tp=2)
     for parameter in model.parameters():
@@ -68,7 +70,8 @@ class Choosing(nn.Module):
 
 
 def ranks_that_differ() -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Gradients after two backwards, the contribution of this rank, and the index of this rank."""
+    """Return the gradients after two backwards, the part of them that this rank contributed, and the index of this
+    rank."""
     model, mesh, rank = Choosing().to(worker.device()), worker.mesh(tp=2), dist.get_rank()
     dlp.convert(model, [{"name": "sp", "match": ["norms.*"], "sequence_parallel": True}], mesh, batch=(1, 8))
     rows = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(worker.device())
@@ -117,7 +120,8 @@ def of_an_unknown_output(model: Net) -> None:
 
 
 def beside_a_known_output(model: Net) -> None:
-    """Run two backwards, so that a sum over tp occurs before the next optimizer step."""
+    """Run a complete backward, whose gradients are summed over tp, and then a backward of a submodule, in the same
+    optimizer step."""
     loss_of(model(batch(0))).backward()
     of_a_submodule(model)
 
@@ -166,7 +170,8 @@ def test_a_backward_whose_sums_would_not_come_is_refused_under_fsdp(ranks):
 
 
 def of_inputs_only() -> tuple[float, list[str]]:
-    """A gradient of x alone leaves partial gradients unchanged, and may start at any output."""
+    """Compute a gradient of x alone, from the output of a submodule, which is allowed. Return its norm, and the names
+    of parameters with gradients."""
     model, mesh = make(2), worker.mesh(tp=2)
     x = dlp.scatter_tokens(batch(0), mesh["tp"]).requires_grad_()
     (dx,) = torch.autograd.grad(loss_of(model.block(x)), [x])

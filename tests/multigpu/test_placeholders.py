@@ -1,7 +1,7 @@
 """Parameters that are placeholders for codes.
 
-Torch calls that need values raise an error with the name of the call. Moves and casts keep the codes. Values that
-replace the memory of a parameter are read.
+Torch calls that need values raise an error with the name of the call. Moves and casts keep the codes. If a user
+replaces a parameter's values, for example through .data, the layer reads the new values.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_torch_calls_on_held_weights_are_refused():
 @pytest.mark.parametrize("recipe", ["fp8_current", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
 def test_casts_and_moves_keep_the_codes(recipe, dtype):
-    """Values can be read in another dtype, and training continues."""
+    """After a cast the codes are unchanged, the parameter has the new dtype, and training continues."""
     model, other = held(recipe, True), held(recipe, True)
     expected = [part.clone() for part in model[0].core.weights.parts.parts]
     optimizer = dlp.with_master_weights(other, lambda parameters: torch.optim.SGD(parameters, lr=2**-10))
@@ -208,7 +208,7 @@ GATHERED = r"0: \w+ needs values of a weight that FSDP has gathered as codes onl
 
 
 def converted(fsdp: bool, **options: Any) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """Converted model on two ranks, after `dlp.attach` and one step."""
+    """Return a converted model on two ranks (by FSDP or tp) after `dlp.attach` and one step, and its optimizer."""
     mesh = worker.mesh(tp=1 if fsdp else 2)
     groups = [dlp.LayerGroup(name="all", match="*", recipe="fp8_current")]
     groups += [
@@ -230,8 +230,8 @@ def converted(fsdp: bool, **options: Any) -> tuple[nn.Sequential, torch.optim.Op
 
 
 def gathered() -> tuple[bool, bool, bool]:
-    """Messages of calls on placeholders. FSDP keeps the root gathered after forward; the calls are repeated after
-    reshard()."""
+    """Check that calls which need values are refused while FSDP keeps the weights gathered as codes after forward.
+    Return whether y is unchanged by the refused calls, and whether gradients and writes work after reshard()."""
     model, _ = converted(True)
     x = x_of().to(worker.device())
     with torch.no_grad():
@@ -296,7 +296,8 @@ def test_values_of_held_weights_on_tp_are_refused(ranks):
 
 @torch.no_grad()
 def swapped() -> tuple[bool, bool]:
-    """Replace the weights by averages through .data, for all parameters of a model on tp, and restore the weights."""
+    """Replace the parameters of a model on tp through .data, as for averaged weights, and restore them. Return whether
+    the model used the new values, and whether a write to .data works after a cast to bf16."""
     model, _ = converted(False)
     x = x_of(torch.float32).to(worker.device())
     before, mine = model(x), [p.data for p in model.parameters()]

@@ -1,5 +1,5 @@
-"""The pool of ranks: results are returned in the order of ranks, a failure has the right traceback, and the next job
-works."""
+"""The pool of ranks: results are returned in the order of ranks, an error has the traceback of the rank that failed,
+and the job after a failure works."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Captured launches of layers whose weights FSDP gathers, and of layers that communicate in one pass, give the
-bits of layers without captured launches. On the CPU the device is emulated."""
+"""Captured launches give the bits of layers without captured launches: in layers whose weights FSDP gathers, and in
+passes that communicate over tp. On the CPU the device is emulated."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def device() -> object:
 
 
 def trained(recipe: str, quantized: bool) -> list[Trained]:
-    """Run two steps of two microbatches, with captured launches and without."""
+    """Run two steps of two microbatches, with captured launches and without; return (losses, parameters and gradients,
+    number of captured passes) of both runs."""
     mesh, found = worker.mesh(dp_shard=2), []
     for off in (nullcontext(), without_programs()):
         with device(), off:  # type: ignore[attr-defined]
-            size = 512 if recipe == "fp8_block" else 128  # GEMMs read scales of such tiles without conversion
+            size = 512 if recipe == "fp8_block" else 128  # with this size GEMMs read the scales of tiles without a copy
             model = shardnet(recipe, mesh, size=size, quantized_gather=quantized)
             losses = train(model, mesh, range(2), microbatches=2)
             found.append((losses, tensors(model), count(model)))
@@ -80,8 +81,8 @@ def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
 
 @contextmanager
 def moved_by(group: dist.ProcessGroup, mapped: bool, late: float = 0.0) -> Iterator[None]:
-    """Transport of a group: GPUs use mapped memory; CPU ranks simulate mapped memory, with a side stream that is `late`
-    or in order; or None for collectives."""
+    """Set the transport of a group: mapped memory, which CPU ranks simulate, or collectives. `late`: seconds by which
+    the simulated side stream delays its work. On CPU ranks, also search for races."""
     lane, on_gpu = SimulatedLane(late), worker.device().type == "cuda"
     moves = [Transport(group, worker.device(), SimulatedSlot, lane)] if mapped and not on_gpu else []
     if mapped and on_gpu:
@@ -105,8 +106,9 @@ def over_two_ranks(
     late: float = 0.0,
     delay: bool = False,
 ) -> tuple[dict[str, int], dict[str, int], list[tuple[Tensor, Tensor]]]:
-    """Results of a layer over two tp ranks through mapped memory and by collectives, compared with collectives without
-    captured launches; and the number of captured passes. `delay`: wgrads are delayed."""
+    """Run a layer on two tp ranks: through mapped memory, by collectives, and by collectives without captured launches.
+    Return the numbers of captured passes of the first and second run, and pairs of their results and those of the third
+    run. `delay`: delay wgrads."""
     mesh, found, said = worker.mesh(tp=2), [], list[list[str]]()
     for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
         with device(), off, moved_by(mesh["tp"].get_group(), mapped, late):  # type: ignore[attr-defined]
@@ -129,7 +131,7 @@ def over_two_ranks(
                 dys = [values(100 + 10 * seed + dist.get_rank(), *y.shape).to(worker.device()) for y in ys]
                 torch.autograd.backward(ys, dys)
                 if delay:
-                    # As for a layer that belongs to no model, which has no step boundary
+                    # `backward_dw` expects the attribute that an explicitly constructed layer has
                     vars(layer)["dlp_session"] = layer.core.session
                     assert dlp.backward_dw(layer) == len(ys)
                 results += [*(y.detach() for y in ys), x.grad]
@@ -146,7 +148,8 @@ Results = list[Tensor]
 
 
 def alone(kind: str, sizes: int | tuple[int, ...], compiled: bool) -> tuple[dict[str, int], Results, Results]:
-    """A parallel layer over one rank, with captured launches, and an uncompiled layer without."""
+    """Run a parallel layer on one rank with captured launches (compiled if `compiled`), and an uncompiled layer
+    without. Return the number of captured passes, and the results of both."""
     mesh, found = worker.mesh(tp=1), []
     for off in (nullcontext(), without_programs()):
         with device(), off:  # type: ignore[attr-defined]
@@ -176,7 +179,8 @@ def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[
             assert_bit_equal(result, wanted)
 
 
-# (kind, recipe) of the cases that run only with a late side stream -> overlap strategy of the default run, if any
+# Cases (kind, recipe) that run only with a late side stream -> overlap strategy without `--all-cases`; "" if the case
+# then does not run
 LATE = {
     ("siblings", "fp8_current"): "serial", ("column", "bf16"): "", ("column", "fp8_delayed"): "",
     ("column", "fp8_block"): "chunked:2", ("column", "nvfp4"): "serial", ("siblings", "mxfp8"): "", ("row", "bf16"): "",
@@ -195,8 +199,9 @@ PASSES = [(kind, recipe, sp) for kind in ("column", "siblings", "row") for recip
     ],
 )
 def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, recipe: str):
-    """Through mapped memory, transfers, agreements and sums are launches, so each pass is replayed as one call.
-    With collectives, a pass is replayed as a few calls, with the collectives in between. Bits are equal."""
+    """Through mapped memory, transfers, agreements and sums are launches, so each pass is replayed as one call. With
+    collectives, a pass is replayed as several native calls, with the collectives in between. Both have the bits of
+    layers without captured launches."""
     for mapped, plain, pairs in ranks(2).run(over_two_ranks, kind, recipe, sequence_parallel):
         assert min(mapped.values()) > 0, mapped
         assert min(plain.values()) > 0, plain
@@ -205,8 +210,8 @@ def test_directions_that_communicate(ranks, kind: str, sequence_parallel: bool, 
 
 
 def in_a_graph(kind: str, recipe: str, overlap: str) -> list[tuple[Tensor, Tensor]]:
-    """y, dx and dw of a layer over two tp ranks, replayed by a CUDA graph on other values, and of launched calls. Both
-    use the same mapped memory in turns."""
+    """Return pairs of y, dx and dw of a layer on two tp ranks: from replays of a CUDA graph and from eager calls on the
+    same values. Replays and eager calls alternate, on the same mapped memory."""
     mesh, found = worker.mesh(tp=2), list[tuple[Tensor, Tensor]]()
     with moved_by(mesh["tp"].get_group(), True), of_any_size():
         torch.manual_seed(0)
@@ -247,7 +252,7 @@ def in_a_graph(kind: str, recipe: str, overlap: str) -> list[tuple[Tensor, Tenso
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_directions_in_a_cuda_graph(ranks, device_type: str, kind: str, recipe: str, overlap: str):
-    """Signals between ranks are part of the graph, and epochs continue where eager launches stopped."""
+    """A graph contains the signals between ranks. A replay works after any number of eager launches, and vice versa."""
     if device_type != "cuda":
         pytest.skip("needs GPUs: CUDA graphs")
     for pairs in ranks(2).run(in_a_graph, kind, recipe, overlap):
@@ -260,9 +265,9 @@ PACKAGE = f"{Path(dlp.__file__).parent}{os.sep}"
 
 
 def made_of(recipe: str, overlap: str) -> tuple[list[str], dict[str, Counter[str]]]:
-    """Forward and backward of a column and a row layer with collectives, as strings: L launches, C the start of a
-    collective, A the wait for the collective; and the smallest number of dlp's functions that a step calls, captured
-    and not captured."""
+    """Run a column and a row layer with collectives. Return the captured passes as strings (L: launches, C: start of a
+    collective, A: wait for the collective), and the calls of dlp's functions in the cheapest step, with and without
+    capture."""
     mesh, calls, found = worker.mesh(tp=2), dict[str, Counter[str]](), list[str]()
     for name, off in (("captured", nullcontext()), ("not", without_programs())):
         with device(), off, moved_by(mesh["tp"].get_group(), False):  # type: ignore[attr-defined]
@@ -296,8 +301,8 @@ def made_of(recipe: str, overlap: str) -> tuple[list[str], dict[str, Counter[str
     ("chunked", ["LCALCLAL", "LCLAL", "LCLCLALAL"]),
 ])  # fmt: skip
 def test_collectives_are_called_between_launches(ranks, overlap: str, segments: list[str]):
-    """Forward: an agreement on x and the gather of x before the GEMM. Backward: x is gathered during dgrad, and the
-    result of dgrad is summed during wgrad. In chunks, a GEMM runs during the gather and before the sum."""
+    """Column layer: forward has an agreement on x and a gather of x before the GEMM; backward gathers x during dgrad,
+    and reduces dx during wgrad. With `chunked`, a GEMM of the first rows runs during the transfer of the next."""
     for made, calls in ranks(2).run(made_of, "fp8_current", overlap):
         assert made == segments
         totals = {name: each.total() for name, each in calls.items()}
@@ -320,7 +325,8 @@ def test_a_strategy_that_sends_otherwise_is_not_captured(ranks, device_type, sha
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current", "fp8_block"])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_wgrads_that_wait_keep_what_came(ranks, kind: str, recipe: str):
-    """A launch copies the operands of delayed wgrads out of peer buffers before the pass ends."""
+    """Delayed wgrads read copies of received operands: a captured launch copies the operands from peer buffers before
+    the pass ends."""
     for mapped, _, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", "serial", 0.0, True):
         assert min(mapped.values()) > 0, mapped
         for result, expected in pairs:
@@ -346,8 +352,8 @@ def test_sums_are_packed_and_unpacked_inside(ranks, kind: str, codec: str):
     + [("column", "bf16", "chunked")],
 )
 def test_a_lane_that_is_late_reads_what_was_there(ranks, kind: str, recipe: str, overlap: str):
-    """The side stream runs its work only when another stream waits for it, before launches are captured and after. The
-    memory that it reads is not reused before that. Bits are equal to the bits of collectives."""
+    """A side stream that runs its work as late as possible must read memory that is not yet overwritten, both in
+    launched and in replayed passes. The results have the bits of collectives without capture."""
     for mapped, plain, pairs in ranks(2).run(over_two_ranks, kind, recipe, True, "hp", overlap, 0.01):
         assert min(mapped.values()) > 0 and min(plain.values()) > 0, (mapped, plain)
         for result, expected in pairs:

@@ -1,5 +1,5 @@
-"""`dlp.prove` raises no alarm without a fault, and names planted faults by layer, tensor and kind. Tests of bounds and
-reports."""
+"""`dlp.prove` reports nothing if there is no fault, and names the layer, tensor and kind of each planted fault. Other
+tests check its reports on configs and its refusals."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from tests.planted import FAULTS, Fault, built, loss, tokens
 
 pytestmark = pytest.mark.slow
 
-# Every mesh with one kind of model; and the features of other kinds (ties, masks, delayed scales) on each axis that
-# they affect. Without `--all-cases` one kind runs, with tp and cp;
-# a test below has dp.
+# (kind of model, ranks, meshes). One kind runs on every mesh; other kinds (tied weights, dropout, delayed scales) run
+# on the axes that affect their features. Without `--all-cases` one kind runs, with tp and cp; a test below has dp.
 MESHES = [
     ("fp8", 2, ("tp2+sp+accumulate2", "cp2")),
     nightly("fp8", 2, ("tp2", "tp2+sp", "dp2", "accumulate2")),
@@ -48,8 +47,8 @@ def mesh_of(axes: tuple[str, ...], sizes: tuple[int, ...], device: str) -> Devic
 
 
 def cached_mesh(case: MeshCase, device: str) -> DeviceMesh:
-    """Replacement for `run.mesh_of`: one mesh for each shape, so that DTensor derives the sharding of each operation
-    once."""
+    """Replacement for `run.mesh_of` that caches meshes by shape, so that DTensor can reuse its cached sharding of
+    operations."""
     sizes = ParallelDims(case.dp_replicate, case.dp_shard, case.tp, case.cp).sizes
     return mesh_of(tuple(sizes), (dist.get_world_size() // case.ranks, *sizes.values()), device)
 
@@ -82,7 +81,7 @@ def found(kind: str, names: list[str]) -> list[MeshResult]:
 
 
 def names(finding: Finding | None, fault: Fault) -> bool:
-    """Whether the first difference has the right layer, tensor and kind."""
+    """Return whether the first reported difference has the layer, tensor and kind of the fault."""
     if finding is None:
         return False
     return (
@@ -99,7 +98,8 @@ def test_no_alarm_without_a_fault(ranks, kind, world, meshes):
         assert result.equal > 0.5 * result.compared > 0
 
 
-# Kinds of faults that are found in different ways; without `--all-cases` one fault of each of these kinds is planted
+# Kinds of faults that `prove` detects by different checks; without `--all-cases` one fault of each of these kinds is
+# planted
 OFTEN = (
     "missing sum",
     "divided twice",
@@ -164,7 +164,7 @@ def of_config(mesh: str, wire: str) -> run.Report:
 def test_a_config_is_proved_and_its_bytes_are_counted(ranks, mesh):
     report = ranks(2).run(of_config, mesh, "fp32")[0]
     assert f"PROVED: {mesh} computes what one rank computes." in str(report)
-    assert re.search(rf"{mesh}: each rank sent [\d,]+ bytes in step 2, as the plan says", str(report))
+    assert re.search(rf"{mesh}: each rank sent [\d,]+ bytes in step 2, as planned", str(report))
 
 
 @pytest.mark.ranks(2)

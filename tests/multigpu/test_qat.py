@@ -81,7 +81,7 @@ def test_fsdp_moves_what_is_clipped_with_the_values(ranks):
 
 
 def launched(config: Any) -> list[list[float]]:
-    """Losses and gradient norms."""
+    """Train three steps; return the losses and the gradient norms."""
     trainer, _ = training.trainer(config)
     steps = [trainer.train_step(step).numbers.read() for step in range(3)]
     return [[numbers[i] for numbers in steps] for i in (0, 3)]
@@ -109,8 +109,8 @@ def mlp() -> nn.Sequential:
 
 
 def exported(sizes: dict[str, int], sequence_parallel: bool) -> str:
-    """Train with QAT on a mesh, export the values to a plain model and quantize there: y is unchanged; and load the
-    codes on another mesh."""
+    """Train with QAT on a mesh, export the values to a plain model, and quantize this model: y must be unchanged. Then
+    load the codes on another mesh."""
     mesh, model = worker.mesh(**sizes), mlp()
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(worker.device())
     styles, options = (("up", "0", "column"), ("down", "2", "row")), {"sequence_parallel": sequence_parallel}

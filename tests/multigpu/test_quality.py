@@ -70,7 +70,9 @@ def test_what_must_not_part_and_what_must_is_said():
     assert missed(bad)[0] == "mxfp8: 3.00% of the error apart from the fake quantization, more than 2%"
     assert len(missed(bad)) == 2, "a NaN is not below the limit"
     blind = [Fidelity("nvfp4, nibbles swapped", 0, 0.1, 1, 1, (0, "a"), apart) for apart in (0.01, math.nan)]
-    assert missed(blind)[0].endswith("1.00% of the error apart from the fake quantization: it was not noticed")
+    assert missed(blind)[0].endswith(
+        "1.00% of the error apart from the fake quantization: the control was not detected"
+    )
     assert len(missed(blind)) == 2
     line = "| nvfp4, nibbles swapped | +0.000% | 20.0% | 30.0% layers.0.a | 1.0000 | 1.000 | 50.00% |"
     assert table([noticed]).splitlines()[-1] == line
@@ -102,8 +104,8 @@ def test_every_recipe_has_the_gradients_of_its_definition_and_no_control_has(ran
 
 def test_what_cannot_be_judged_is_refused(tmp_path, data, monkeypatch):
     config = training.config(tmp_path, data, "--mesh.tp=1", "--model.fused=true")
-    with pytest.raises(ValueError, match=r"fakes linears that read x; set --model.fused=false"):
+    with pytest.raises(ValueError, match=r"this model is fused; set --model.fused=false"):
         measure(config, 1)
     monkeypatch.setattr("bench.gradient_fidelity.world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"is judged on one rank; got 2"):
+    with pytest.raises(ValueError, match=r"needs one rank; got 2"):
         measure(config, 1)

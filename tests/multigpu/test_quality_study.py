@@ -64,7 +64,7 @@ def test_an_interval_by_hand():
     off = differences(losses, ("a", "b"))
     assert off["s"] == pytest.approx({0: 0.001, 1: 0.002, 2: 0.003}) and off["alone"] == {}, "another block"
     found = intervals(off, 2)
-    variance = (2 * 0.001**2 + 2 * 0.0005**2) / 3  # s differs around 0.002, u around 0.0005
+    variance = (2 * 0.001**2 + 2 * 0.0005**2) / 3  # squared deviations of s from its mean 0.002, and of u from 0.0005
     rho = correlation([{0: -0.001, 1: 0.0, 2: 0.001}, {0: -0.0005, 1: 0.0005}])
     assert rho == pytest.approx(2 * (0.001 * 0.0005) / (2 * 0.001**2 + 2 * 0.0005**2)) and rho > 1 / 3
     assert found.keys() == {"s", "u"}
@@ -144,8 +144,8 @@ def test_a_tail_begins_at_the_last_18_percent(tmp_path):
 def test_what_a_machine_cannot_run_is_left_out_with_the_reason(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said = {subject.name: reason for subject, reason in refused(SUBJECTS, 1)}
-    assert said["wire-fp8"] == "it needs 2 GPUs, and this machine has 1"
-    assert said["adamw8bit"] == "it needs the package torchao, which is not installed" and "nvfp4" not in said
+    assert said["wire-fp8"] == "this subject needs 2 GPUs, and this machine has 1"
+    assert said["adamw8bit"] == "this subject needs the package torchao, which is not installed" and "nvfp4" not in said
     assert "wire-fp8" not in {subject.name for subject, _ in refused(SUBJECTS, 2)}
 
 
@@ -163,7 +163,7 @@ def test_a_trunk_has_the_learning_rates_of_branches_or_is_refused(tmp_path):
 
 
 def finish(made: Study, run: Path, steps: int, done: int, loss: float = 2.0) -> None:
-    """The files of a finished run."""
+    """Write the files of a finished run."""
     folder = run / "checkpoints" / f"step-{done}"
     folder.mkdir(parents=True)
     first = made.branch_at + 1 if run != made.trunk_folder(0) else 1
@@ -246,7 +246,7 @@ def test_a_branch_that_changes_nothing_is_the_run_without_a_branch(ranks, tmp_pa
 
 
 def branch(subject: str, seed: int, loss: float, data: str = "d", **others: object) -> Branch:
-    """Ten steps after the fourth step, with equal losses."""
+    """Return a branch of steps 5 to 14 with equal losses."""
     made = Branch(seed, subject, 4, 14, 11, [loss] * 10, loss, 20.0, 9.0, "Board", "2.11", "2026-11-26", data, "s")
     return replace(made, **others)  # type: ignore[arg-type]
 

@@ -51,7 +51,7 @@ def test_held_weights_compute_what_cast_ones_do(recipe):
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Bytes of all tensors of a model; shared memory counts once."""
+    """Return the bytes of all tensors of a model. Memory that tensors share is counted once."""
     cores = [module.core for module in model.modules() if hasattr(module, "core")]
     parts = [*model.parameters(), *(part for core in cores for weight in core.weights for part in weight.parts)]
     return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
@@ -59,7 +59,7 @@ def resident_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize(("recipe", "most"), [("fp8_current", 1.01), ("mxfp8", 1.05), ("nvfp4", 0.52)])
 def test_memory_is_that_of_two_orientations_of_codes(recipe, most):
-    """Compared with bf16 weights, without the operands that a step boundary would keep in addition."""
+    """`most`: largest allowed bytes of the model, relative to the same model with bf16 weights before any cast."""
     gc.collect()
     share = resident_bytes(held(recipe)) / resident_bytes(mlp())
     assert share <= most, share
@@ -136,8 +136,8 @@ class Tied(nn.Module):
 
 
 def converted() -> tuple[list[Tensor], list[Tensor], bool]:
-    """A converted model on tp ranks, with quantized-only weights and without: y and an unsharded gradient after one
-    step."""
+    """Train a converted model on tp ranks for two steps, with quantized-only weights and with bf16 weights. Return y
+    and an unsharded gradient of each step, for both models."""
     mesh = worker.mesh(tp=dist.get_world_size())
     results: list[list[Tensor]] = []
     for hold in (True, False):
@@ -203,8 +203,8 @@ def test_a_step_after_a_load_begins_from_what_was_loaded():
 
 @pytest.mark.parametrize("weights_first", [True, False])
 def test_masters_are_part_of_the_state(weights_first):
-    """A run that continues from a checkpoint has the bits of an uninterrupted run, in whatever order parts are
-    loaded."""
+    """A run that continues from a checkpoint has the bits of an uninterrupted run, in whatever order the states of
+    model and optimizer are loaded."""
     model, optimizer = trainable()
     loss_after_steps(model, optimizer, 3)
     saved, state = optimizer.state_dict(), dlp.state_dict(model)
@@ -232,7 +232,7 @@ def test_masters_are_part_of_the_state(weights_first):
 
 def test_gradients_of_a_skipped_step_are_cleared():
     (model, optimizer), (other, twice) = trainable(), trainable()
-    model(batch()).square().sum().backward()  # without a step, as after an infinite gradient
+    model(batch()).square().sum().backward()  # a backward without an optimizer step, as after a skipped update
     optimizer.zero_grad()
     assert_bit_equal(loss_after_steps(model, optimizer, 2), loss_after_steps(other, twice, 2))
     model(batch()).square().sum().backward()

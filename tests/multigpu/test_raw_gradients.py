@@ -1,7 +1,7 @@
 """Raw gradients of a training step, before clipping and before the optimizer, against one rank with the full batch.
 
-AdamW and clipping hide a constant factor in the gradients, and the losses of a run do not show the factor. So these
-tests compare gradients: on every mesh, with every number of microbatches and both kinds of FSDP reduction, with a
+With AdamW or clipping, a constant factor in the gradients does not change the updates, so losses would not show it.
+These tests compare gradients: on every mesh, with every number of microbatches and both kinds of FSDP reduction, with a
 z-loss, and with unevenly ignored targets (some sequences count completely, some in part, and some not at all). The
 expected values are computed in plain torch.
 """
@@ -109,7 +109,7 @@ def world(mesh: tuple[int, int, int, bool]) -> int:
 
 
 def ways(dp: int) -> list[tuple[int, str]]:
-    """The number of sequences per microbatch, and the setting of `reduce_gradients`."""
+    """Return the tested pairs of sequences per microbatch and `reduce_gradients`. dp: number of data-parallel ranks."""
     most = SEQUENCES // dp
     return [(most, "auto"), (most // 4, "step"), *([(most // 2, "microbatch")] if dp > 1 else [])]
 

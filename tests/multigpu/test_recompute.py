@@ -53,7 +53,8 @@ def watched_steps(config: Config) -> list[float]:
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Callable[..., list[list[float]]]:
-    """The losses of each rank. Equal settings run once."""
+    """Return a function that trains with given settings and returns the losses of each rank. Results are cached by
+    settings."""
 
     @functools.cache
     def run(ranks_of_two: Pool, *settings: str) -> list[list[float]]:
@@ -71,7 +72,7 @@ def test_what_runs_again_changes_no_bit_and_sends_what_was_planned(ranks, losses
 
 
 def runs(config: Config) -> dict[str, int]:
-    """Number of forwards of linears and blocks in one step, after two steps."""
+    """Return the numbers of forwards of linears and of blocks in the third step, including recomputation."""
     mesh = worker.mesh(tp=config.mesh.tp)
     built = build(config, mesh, torch.device(worker.device()))
     tokens = torch.zeros(1, config.train.sequence, dtype=torch.int64, device=built.device)
@@ -109,7 +110,8 @@ def test_linears_do_not_run_again_where_their_results_are_kept(ranks, tmp_path, 
 
 @pytest.mark.parametrize(("checkpointing", "compiled"), [("full", 1), ("selective", 0)])
 def test_recomputed_blocks_are_compiled_or_the_plan_says_why_not(monkeypatch, checkpointing: str, compiled: int):
-    """`checkpoint` disables the compiler for functions that are not compiled yet."""
+    """With full checkpointing, blocks are compiled before `checkpoint` wraps them, because `checkpoint` disables the
+    compiler for other functions. With selective checkpointing they are not compiled, and the plan says so."""
     given: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda forward: given.append(forward) or forward)
     train = load("tiny", ["--train.compile=true", f"--train.checkpointing={checkpointing}"]).train

@@ -1,5 +1,5 @@
-"""Diverging ranks: the checks that stop a run whose replicas of a parameter differ, or whose ranks do different
-things."""
+"""Diverging ranks: the checks that stop a run if replicas of a parameter differ, or if ranks run different
+operations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def x_of(seed: int) -> Tensor:
 
 
 def without_fully_shard(sizes: dict[str, int], attached: bool, averages: bool) -> tuple[str, str]:
-    """Messages of the steps, and then of `dlp.state_dict`, for a model that each dp rank trains on different data."""
+    """Train a model that is not sharded by FSDP on different data on each dp rank. Return the error of the steps and
+    the error of `dlp.state_dict` ("" if there is none). `averages`: the user all-reduces the gradients."""
     model, _ = two_layers(**sizes)
     optimizer = SGD(model.parameters(), lr=0.1)
     if attached:
@@ -168,7 +169,8 @@ def test_tp_ranks_that_part_are_stopped(ranks, way, expected):
 
 
 def steps_that_compare() -> tuple[list[int], list[int]]:
-    """The steps, out of 102, in which ranks exchange digests, and the steps in which ranks exchange what they do."""
+    """Train 102 steps; return the steps in which ranks compare digests of parameters, and the steps in which ranks
+    compare the operations that they run."""
     model, _ = two_layers(tp=2)
     optimizer = SGD(model.parameters(), lr=1e-4)
     dlp.attach(model, optimizer)
@@ -200,7 +202,8 @@ def test_warm_steps_compare_nothing(ranks):
 
 
 def test_a_model_that_dies_inside_of_a_step_does_not_disturb_the_hooks_of_optimizers():
-    """The garbage collector may run while torch iterates over the hooks of all optimizers."""
+    """The garbage collector may delete an attached model while torch iterates over the global optimizer hooks. The
+    deletion must not change the collection of hooks then."""
     models = [nn.Sequential(dlp.Linear(16, 16)) for _ in range(2)]
     optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -212,7 +215,7 @@ def test_a_model_that_dies_inside_of_a_step_does_not_disturb_the_hooks_of_optimi
         gc.collect()
 
     registers = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
-    # A hook is registered after `die`
+    # `die` is not the last hook, so that torch continues to iterate after it
     handles = [register(hook) for hook in (die, lambda *_: None) for register in registers]
     del model, optimizer
     models[0](torch.ones(4, 16)).sum().backward()
@@ -276,7 +279,8 @@ def test_what_ranks_do_is_compared_in_the_first_step(ranks, attached):
         for said in ranks(2).run(first_step, way, tp, attached):
             assert "rank 0 begins forward 2 of 128 values" in said
             assert f"rank 1 begins forward 2 of {16 * rows} values" in said
-        assert ranks(2).run(first_step, "other tokens", dp, attached) == ["", ""]  # FSDP allows this
+        # Data-parallel ranks may have different numbers of tokens
+        assert ranks(2).run(first_step, "other tokens", dp, attached) == ["", ""]
 
 
 def test_a_thread_that_waits_inside_of_a_pass_is_named_once():
@@ -319,7 +323,8 @@ def test_only_a_thread_inside_of_collectives_autograd_or_layers_waits_for_ranks(
 
 
 class PartOfHeads(nn.Module):
-    """A block in which each head of q is multiplied by one feature of k, or all features of q by one feature (`gate`)."""
+    """Block that multiplies each head of q, 4 features, elementwise by the 4 features of k. With `gate`, k has one feature,
+    which multiplies all of q."""
 
     def __init__(self, gate: bool, dropout: float) -> None:
         super().__init__()
@@ -335,7 +340,8 @@ class PartOfHeads(nn.Module):
 
 
 def cause(gate: bool, dropout: float, parts: bool) -> str:
-    """Message of the first step. parts: tp shards q and o, so that the gradient of k covers only this rank's heads."""
+    """Return the error of the first step. parts: tp shards q and o but not k, so that the gradient of k on a rank
+    covers only the heads of this rank."""
     torch.manual_seed(3)
     model, mesh = PartOfHeads(gate, dropout).to(worker.device()), worker.mesh(tp=2)
     groups = [{"name": "q", "match": ["q"], "style": "column"}, {"name": "o", "match": ["o"], "style": "row"}]

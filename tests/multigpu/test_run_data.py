@@ -1,4 +1,4 @@
-"""Runs on damaged data, on data that differs between ranks, and on data with other tokens than bytes."""
+"""Runs on damaged data, on data that differs between ranks, and on data whose tokens are not bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import training
 
 
 def random_data(folder: Path, vocabulary: int = 1000, documents: int = 1) -> Path:
-    """Increasing and decreasing tokens, of a vocabulary that is not bytes."""
+    """Write data whose tokens are not bytes: they fall and rise between 0 and 999."""
     folder.mkdir()
     for split, length in (("train", 4000), ("validation", 700)):
         tokens = np.abs(np.arange(length) % 1998 - 999)

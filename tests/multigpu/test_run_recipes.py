@@ -98,7 +98,8 @@ def test_a_resumed_run_finds_the_scales_that_its_checkpoint_has_not(ranks, tmp_p
 
 
 class BadPass(Trainer):
-    """Trainer with an Inf in x of a layer on rank 1, in the first of the passes that find scales."""
+    """Trainer with an Inf in x of a layer on rank 1, in the first forward that computes initial delayed scales
+    (`find_scales`)."""
 
     def find_scales(self, step: int) -> None:
         def spoil(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
@@ -130,7 +131,8 @@ def test_an_inf_in_a_pass_that_finds_scales_is_located_as_one_in_the_step(ranks,
 
 
 def left_by_passes(config: Config) -> tuple[int, list[str]]:
-    """Number of scales that passes had to find, and the parameters whose gradient the passes left."""
+    """Run `find_scales`; return the number of delayed scales without an amax before, and the names of parameters that
+    have a gradient afterwards."""
     trainer, done = training.trainer(config)
     unknown = initial_scales.without_amax(trainer.built.model)
     trainer.find_scales(done)
@@ -158,7 +160,7 @@ def asked(config: Config) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.full  # other tests stop a run at a boundary, and find scales
+@pytest.mark.full  # other tests stop a run at a step boundary, and compute initial scales
 def test_a_run_that_is_asked_to_stop_saves_before_it_finds_scales(ranks, tmp_path, data):
     swap = '[{at_step = 1, recipe = "fp8_delayed"}]'
     run = config(tmp_path, data, "--recipe=bf16", "--groups.default.swap", swap, "--checkpoint.every=100")

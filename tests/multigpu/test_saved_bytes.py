@@ -23,7 +23,7 @@ BLOCK = Model(layers=1, hidden=256, ffn=1024, heads=4, kv_heads=2, head_dim=64, 
 TOKENS = 256
 MOST = {"bf16": 1.0, "nvfp4": 0.30}
 ROOT = Path(__file__).parents[2]
-SMALL = 64  # bytes of small saved tensors that have no tokens
+SMALL = 64  # bytes of all small saved tensors whose size does not depend on the tokens
 
 
 @pytest.mark.parametrize("model", [load("bench_8b").model, BLOCK], ids=["8b", "small"])

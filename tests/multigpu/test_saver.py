@@ -57,7 +57,7 @@ def test_what_is_written_later_is_the_step_that_was_saved(ranks, tmp_path, data,
     assert ranks(2).run(equal_tensors, one, other) == [True, True]
     said = training.said(later)
     assert sum(line.startswith("saved ") for line in said) == 2
-    assert any(line.startswith("2 saves: ") and line.endswith("% of the steps' time") for line in said)
+    assert any(line.startswith("2 saves: ") and line.endswith("% of the time of the steps") for line in said)
     assert any(
         re.fullmatch(r"2 saves: training waited .* s, .*% of the training time", line) for line in training.said(waited)
     )
@@ -158,7 +158,9 @@ def test_a_nan_that_no_token_reads_is_not_saved(ranks, tmp_path, data, where, la
     )
     name = "model.model.embed_tokens.weight" if where == "weight" else "optimizer.model.embed_tokens.weight.exp_avg"
     ended = ranks(2).run(run_with_a_nan, config, where)
-    reason = r"could not be written: rank 1: [0-9]+ elements of {} are NaN or Inf, which no loss has shown; start again"
+    reason = (
+        r"could not be written: rank 1: [0-9]+ elements of {} are NaN or Inf, although every loss was finite; resume"
+    )
     assert ended[0] == ended[1] and re.search("step-3 " + reason.format("model.model.embed_tokens.weight"), ended[0])
     warned = [line for line in training.said(config) if re.search("WARNING: .*step-2 " + reason.format(name), line)]
     assert len(warned) == (not later)  # otherwise the run ended before the warning

@@ -1,5 +1,5 @@
-"""Ranks that share scales have equal scales. They agree in one reduction, checks run on request and before checkpoints,
-and a wrong group is detected. 2 and 4 ranks."""
+"""Ranks that share scales have equal scales: a layer agrees on all amaxes in one reduction, `check_scales` compares
+scales (also before checkpoints), and an agreement over the wrong group is detected. 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_forgotten_agreement_is_noticed_where_the_operand_is_gathered(ranks, r
 
 
 def wrong_group() -> str:
-    """Make the layers agree over dp_shard instead of tp."""
+    """Let the layers agree over dp_shard instead of tp; return the error of `watch_scales`."""
     made, mesh = model("fp8_current", sizes={"tp": 2, "dp_shard": 2})
     agree, wrong = casts.agree, mesh["dp_shard"].get_group()
     try:
@@ -86,7 +86,8 @@ def test_a_wrong_group_is_noticed(ranks):
 
 
 def kept(recipe: Any, amax_group: str, spoil: bool) -> tuple[int, str]:
-    """Result of check_scales after a step; `spoil`: the state of rank 1 is changed."""
+    """Return the number of scales that check_scales compares after two steps, and its error. `spoil`: change the scales
+    of rank 1."""
     made, mesh = model(recipe, sizes={"tp": 2}, amax_group=amax_group)
     step(made, mesh)
     dlp.end_step(made)

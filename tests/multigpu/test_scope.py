@@ -37,7 +37,7 @@ def size(name: str) -> int:
 
 
 def full(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w and dy with growing rows, so that shards have very different amaxes."""
+    """Return x, w and dy. The magnitude of rows grows, so that shards have very different amaxes."""
     n = size(name)
     return matrix("gauss", n, n, 1), matrix("gauss", n, n, 2).t() * 0.05, matrix("gauss", n, n, 3)
 
@@ -47,7 +47,8 @@ def cut(whole: Tensor, dim: int | None, tp: int) -> Tensor:
 
 
 def run(name: str, style_key: tuple[str, bool], tp: int) -> tuple[dict[str, Tensor], Seen]:
-    """Run one layer after one step (so that delayed scales differ from 1); return y, dx, dw and the operands."""
+    """Run a layer twice, with a step boundary in between so that delayed scales differ from 1; return y, dx, dw and the
+    operands of the second run."""
     recipe, seen = recording(load(name, amax_scope="all"))
     x, w, dy = (tensor.to(worker.device()) for tensor in full(name))
     mesh = None if tp == 1 else worker.mesh(tp=tp)["tp"]

@@ -91,7 +91,7 @@ def flipping(config: Config, where: str) -> tuple[Trainer, int]:
     trainer, done = training.trainer(config)
     module, calls = trainer.built.model.get_submodule(LAYER), [0]
     rank = trainer.built.dims.rank("tp")
-    calls_of_step = 1 + trainer.built.batch.num_micro  # a rehearsal, and all microbatches
+    calls_of_step = 1 + trainer.built.batch.num_micro  # the sentinel runs the first microbatch twice
 
     def now() -> bool:
         return rank == 1 and calls[0] == 2 * calls_of_step + 2
@@ -114,7 +114,7 @@ def flipping(config: Config, where: str) -> tuple[Trainer, int]:
 
 
 class Damaging(WireChecks):
-    """Flip one bit in a chunk of rank 0 that rank 1 receives, in the given pass."""
+    """Checks of transfers on damaged data: rank 1 flips one bit of a received tensor, once, in the pass `pass_name`."""
 
     pass_name = ""
 
@@ -134,8 +134,8 @@ def damaged(folder: Path, data: Path, pass_name: str, *overrides: str) -> str:
 
 
 class DamagedSlots:
-    """Context in which one use of mapped memory is damaged in a pass that is checked: call `number` of `push` of rank 0 to the
-    last rank, or of `wait` of the last rank, in a pass of a layer.
+    """Context that damages one use of mapped memory while transfers are checked: call `number`, within a pass of a
+    layer, of `push` from rank 0 to the last rank, or of `wait` on the last rank.
 
     push    flips a bit of the sent part in flight
     wait    flips a bit of the part of rank 0 in the slot of the last rank, when the part has arrived
@@ -156,7 +156,7 @@ class DamagedSlots:
     def _called(self, slot: Any, *given: Any) -> None:
         last = self._moves.world - 1
         here = self._moves.rank == last if self._call == "wait" else self._moves.rank == 0 and given[1] == last
-        label = observer._LABEL.get()  # slots of CPUs push for agreements, too
+        label = observer._LABEL.get()  # on CPUs, agreements on amaxes call `push` as well
         if here and WireChecks.active is not None and label.purpose != "amax":
             self._number -= self._moves._pass == self._pass
         if not here or self._number:
@@ -209,8 +209,8 @@ def damaged_send(folder: Path, data: Path, *overrides: str) -> str:
 
 
 def damaged_coalesced() -> list[str]:
-    """The damaged transfers of two parts that are gathered in one call, of which rank 1 receives the second with another bit.
-    Runs in a worker."""
+    """Gather two parts in one call, and flip a bit of the second part on rank 1; return the transfers that the check
+    reports. Runs in a worker."""
     device, group = worker.device(), dist.group.WORLD
     parts = [torch.arange(24, device=device), torch.ones(5, dtype=torch.uint8, device=device)]
     into = [part.new_empty(2 * len(part)) for part in parts]
@@ -236,8 +236,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     few([("fp8_delayed", "false"), ("nvfp4", "false"), ("fp8_current", "true")], ("nvfp4", "false")),
 )
 def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, device_type, recipe, compiled):
-    """The sentinel repeats two steps. On GPUs steps 4 and 6 to 9 are replayed beside these, with a validation after steps 4
-    and 8."""
+    """The sentinel repeats two steps of the run. On GPUs other steps (4 and 6 to 9) are replays of a graph, and steps 4
+    and 8 are followed by a validation."""
     every = 5 if device_type == "cuda" else 2
     given = f"--recipe {recipe} --train.compile {compiled} --train.steps {2 * every} --train.ledger off".split()
     given += "--train.global_batch 2 --train.sequence 32 --checkpoint.every 20".split()
@@ -262,11 +262,11 @@ def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, 
     given = ["--train.sentinel", "1", "--train.ledger", "off", "--train.sentinel_tensors", "true"]
     given += ["--train.micro_batch", str(8 // microbatches)]
     given += ["--recipe", where.partition(" of ")[2] or "fp8_current"]
-    # A skipped update does not mend memory, nor delayed scales
+    # Skipping the update would not repair a weight, an optimizer state or a delayed scale
     given += ["--train.sentinel_action", "stop" if where in ("y", "gradient") else "skip"]
     messages = ranks(2).run(stopped, tmp_path, data, where.partition(" of ")[0], *given)
     assert messages[0] == messages[1]
-    step = 2 if "delayed" in where else 3  # the passes that find first scales call the module as well
+    step = 2 if "delayed" in where else 3  # computing the initial scales calls the module as well
     assert messages[0].startswith(f"step {step}: the first microbatch ran twice and gave other bits, first on ")
     assert re.search(rf"rank 1 \([^)]*\): {re.escape(said)}", messages[0])
     file = f"sentinel-step-{step}-rank1.pt"
@@ -367,7 +367,7 @@ def test_random_flips_are_named_by_rank_and_layer(ranks, tmp_path):
 def test_gpus_must_repeat_their_bits():
     config = load("tiny", ["--train.sentinel", "64"])
     with pytest.raises(
-        ConfigError, match="expected deterministic = true on GPUs, where attention's backward gives other bits"
+        ConfigError, match="expected deterministic = true on GPUs, since the bits of attention's backward"
     ):
         build(config, None, torch.device("cuda"))  # type: ignore[arg-type]
 
@@ -411,6 +411,6 @@ def test_a_checksum_sees_another_order():
     balanced[0], balanced[4095] = x[0] + 1, x[4095] - 1
     assert len({checksums(each).item() for each in (x, x.flip(0), x.roll(4), swapped, balanced)}) == 5
     assert checksums(x[:0]) == 0
-    assert checksums(x[1:9]) == checksums(x[1:9].clone())  # wherever the tensor is stored
+    assert checksums(x[1:9]) == checksums(x[1:9].clone())  # a checksum does not depend on the address
     parts = x.view(torch.uint8).split([1, 7, 9, 0, len(x) * 4 - 17])
     assert torch.equal(checksums(*parts), torch.cat([checksums(each) for each in parts]))

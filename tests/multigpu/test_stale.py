@@ -1,5 +1,5 @@
-"""Weights that were not changed by an attached optimizer: casts of such weights are dropped, or an error names the
-layer."""
+"""Weights that other code than the attached optimizer has changed: dlp drops the casts of the old values, or an error
+names the layer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_changes_that_torch_counts_are_seen(change: Callable[[nn.Module], None],
     before = loss_of(model)
     change(model)
     optimizer.zero_grad()
-    other = mlp(recipe)  # this model casts at each use
+    other = mlp(recipe)  # a model without an attached optimizer casts its weights at each use
     with torch.no_grad():
         for theirs, ours in zip(other.parameters(), model.parameters(), strict=True):
             theirs.copy_(ours)
@@ -136,7 +136,8 @@ def test_writes_that_torch_does_not_count_are_refused():
 
 
 def test_samples_of_weights_keep_their_memory():
-    """A CUDA graph writes samples to the memory of the capture, and an eager step between replays must write there too."""
+    """The samples of weights, by which dlp detects changes, must keep their addresses: a CUDA graph writes to the
+    addresses of the capture, and an eager step between replays must write there, too."""
     model = mlp()
     optimizer = trained(model)
     stale = session.session_of(model).stale
@@ -162,8 +163,8 @@ def test_sessions_that_optimizers_call_go_with_the_model():
 
 
 def distributed(fsdp: bool) -> tuple[list[Tensor], list[Tensor], str]:
-    """Losses after changes of a model with an attached optimizer, and of a model that casts at each use; and the
-    message about an undetected change."""
+    """Change a model with an attached optimizer in several ways; return the losses after each change, the losses of a
+    model that casts at each use, and the message about a change that is not detected immediately."""
     mesh = worker.mesh(tp=1 if fsdp else 2)
     groups = [dlp.LayerGroup("all", "**", recipe="fp8_current")]
     groups += [dlp.LayerGroup("up", "0", style="column"), dlp.LayerGroup("down", "2", style="row")]

@@ -1,4 +1,5 @@
-"""Statistics of casts are correct, restricted to the chosen layers, over all ranks, and change no bits."""
+"""Statistics of casts: correct values over all ranks, only of the chosen layers, and without a change of bits in the
+results."""
 
 from __future__ import annotations
 
@@ -130,5 +131,6 @@ def test_numbers_are_those_of_all_ranks_and_training_is_the_same(ranks):
             assert_bit_equal(after[name], plainly[name], name)
         for name, numbers in one.items():
             assert math.isclose(found[name]["sqnr_db"], numbers["sqnr_db"], rel_tol=0.02), name
-            factor = 2 if name.endswith("dy") else 1  # FSDP averages gradients, so the loss is larger
+            # Under FSDP, which averages gradients, the loss and dy are twice as large
+            factor = 2 if name.endswith("dy") else 1
             assert math.isclose(found[name]["amax"], factor * numbers["amax"], rel_tol=0.02), name

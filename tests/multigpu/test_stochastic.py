@@ -27,7 +27,7 @@ def layer(**options: Any) -> Linear:
 
 
 def weight_grad(linear: Linear, recompute: bool = False) -> Tensor:
-    """Weight gradient of another microbatch with the same x and dy."""
+    """Run a microbatch, always with the same x and dy, and return its weight gradient."""
     linear.weight.grad = None
     x = matrix("gauss", SIZE, SIZE, 1).requires_grad_()
     y = checkpoint(linear, x, use_reentrant=False) if recompute else linear(x)
@@ -108,7 +108,7 @@ def test_the_gradient_is_unbiased_and_with_rounding_to_nearest_it_is_not():
     x, dy = torch.eye(SIZE), torch.full((SIZE, SIZE), 0.6)
     dy[::16] = 6.0
     bias = {}
-    for disabled, draws in ((False, 256), (True, 1)):  # without chance every draw is the same
+    for disabled, draws in ((False, 256), (True, 1)):  # rounding to nearest gives the same result each time
         linear = layer(disable_stochastic_rounding=disabled, disable_rht=True)
         for _ in range(draws):
             linear(x).backward(dy)

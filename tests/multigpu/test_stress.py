@@ -51,7 +51,7 @@ def another_mesh() -> DeviceMesh:
 
 def layers(draw: random.Random, meshes: list[DeviceMesh]) -> list[tuple[torch.nn.Module, int]]:
     """Draw layers of every recipe: column- or row-parallel, with or without siblings and sequence parallelism, with a
-    random strategy for each GEMM, on one of the meshes. Each comes with the number of its tp ranks."""
+    random strategy for each GEMM, on one of the meshes. Return each layer with the number of its tp ranks."""
     made = []
     for recipe in 2 * (EMULATED if worker.device().type == "cpu" else tuple(names())):
         kind, several = draw.choice((dlp.ColumnParallelLinear, dlp.RowParallelLinear)), draw.random() < 0.3
@@ -95,7 +95,7 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
                 transport.use(group, Transport(group, worker.device(), SimulatedSlot, lane))
             else:
                 transport.ask_for(group, "cuda")
-        if mapped and on_cpu and world == 2:  # the search for races takes transports of equally many ranks
+        if mapped and on_cpu and world == 2:  # the search for races requires transports with the same number of ranks
             both = [transport.transport_of(mesh["tp"].get_group()) for mesh in meshes]
             checked.enter_context(in_order(*both))  # type: ignore[arg-type]
         all_layers = layers(draw, meshes)
@@ -119,8 +119,9 @@ def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
 
 
 def differences(seed: int, count: int) -> tuple[int, int]:
-    """Return the number of compared tensors, and the number of different tensors. Between GPUs chunks need mapped
-    memory, so the comparison there is between captured and launched passes."""
+    """Return the number of compared tensors, and the number of different tensors. On CPUs the comparison is between
+    mapped memory and collectives. On GPUs `chunked` needs mapped memory, so the comparison is between captured and
+    launched passes."""
     found = in_random_order(seed, count, True)
     on_gpu = worker.device().type == "cuda"
     with without_programs() if on_gpu else nullcontext():

@@ -1,4 +1,4 @@
-"""Recipe changes at step boundaries: changed and unchanged state, and resumed runs."""
+"""Recipe changes at step boundaries: which state they change, and resumed runs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_recipe_made_in_python_must_be_there_before_loading():
     dlp.set_recipe(model, "1", CustomRecipe(eight, name="eight"))
     saved = dlp.state_dict(model)
     other = attached({"name": "bf16"})
-    with pytest.raises(ValueError, match="^1 was set to eight at step 0, a recipe made in Python"):
+    with pytest.raises(ValueError, match="^1 was set to eight at step 0, a recipe constructed in Python"):
         dlp.load_state_dict(other, saved)
     dlp.set_recipe(other, "1", CustomRecipe(eight, name="eight"))
     assert dlp.load_state_dict(other, saved) == []
@@ -143,7 +143,8 @@ def test_slots_of_another_format_or_margin_start_anew(changed):
 
 
 def by_the_module_around() -> tuple[list[str], list[str], str]:
-    """Train and resume a model whose layers have the names of a module that contains the converted model."""
+    """Change a recipe by `dlp.set_recipe` of a module that contains the converted model, which prefixes the names of
+    layers; train and resume."""
     first, second = (nn.ModuleDict({"inner": net("bf16", worker.mesh(tp=2))}) for _ in range(2))
     swap = dlp.set_recipe(first, "inner.blocks.1.**", "fp8_current")
     dlp.load_state_dict(second["inner"], dlp.state_dict(first))
@@ -228,15 +229,15 @@ def test_a_run_resumed_between_swaps_continues_bit_for_bit(ranks, at):
 def pending(
     first: Any, then: Any, recompute: bool, attached: bool, of_ops: bool, reentrant: bool = False
 ) -> list[Tensor]:
-    """y, dx and dw of a forward with the recipe `first`, whose backward runs after a recipe change to `then`. If `then`
-    is a function of model and x, the function is called instead; None: backward runs directly."""
+    """Return y, dx and dw of a forward with the recipe `first` whose backward runs after a change to the recipe `then`.
+    `then` may also be a function, which is called with model and x between the two passes, or None."""
     torch.manual_seed(0)
     make = (lambda: ops.Linear(32, 32, recipe=first)) if of_ops else (lambda: Linear(32, 32, recipe=first))
     model = nn.Sequential(make(), nn.GELU(), make())
     if attached:
         dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.01))
     x = torch.randn(32, 32, requires_grad=True)
-    for _ in range(2):  # scales that depend on amaxes
+    for _ in range(2):  # so that delayed scales depend on amaxes
         model(x).square().sum().backward()
         dlp.end_step(model)
     x.grad = None
@@ -278,7 +279,8 @@ def load_itself(model: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("attached", [False, True], ids=["alone", "attached"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_a_backward_draws_and_scales_by_the_state_of_its_forward(recompute, attached, of_ops):
-    """Stochastic rounding used the counter of the last forward, and a load changed the scales of a pending backward."""
+    """A backward uses the random state and the scales of its own forward, although other forwards ran in between. If a
+    load changed this state in between, the backward raises."""
     for recipe in ("nvfp4", SHORT):
         expected = pending(recipe, None, recompute, attached, of_ops)
         for actual, one in zip(pending(recipe, other_forwards, recompute, attached, of_ops), expected, strict=True):

@@ -34,7 +34,8 @@ def checkpoints(config: Config) -> list[str]:
 
 
 def graphs_of_steps(config: Config) -> tuple[int, int]:
-    """Numbers of graphs that dynamo has made after the first step and after the third."""
+    """Train three steps; return the numbers of graphs that dynamo has compiled after the first and after the third
+    step."""
     made: list[int] = []
     step, compiled = Trainer.train_step, nn.Module.compile
 
@@ -54,7 +55,8 @@ def graphs_of_steps(config: Config) -> tuple[int, int]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", [["--mesh.tp=2"], ["--mesh.tp=1", "--mesh.dp_shard=2"]], ids=["tp", "fsdp"])
 def test_the_first_step_compiles_all_that_steps_run(ranks, tmp_path, data, options):
-    """Weights are cast before the first step; else the first step would cast weights itself, by other graphs."""
+    """No graph is compiled after the first step. The trainer casts weights before the first step; otherwise this step
+    would trace casts at use, and the second step would need other graphs."""
     config = training.config(tmp_path, data, "--train.compile=true", "--train.steps=3", "--checkpoint.every=0",
                              "--checkpoint.at_end=false", "--mesh.sequence_parallel=false", *options)  # fmt: skip
     for first, third in ranks(2).run(graphs_of_steps, config):
@@ -147,7 +149,7 @@ def test_metrics_have_every_number(ranks, tmp_path, data, device_type):
 
 
 def printed(config: Config) -> str:
-    """Output of a rank of a run that is not on a terminal."""
+    """Return the output of this rank in a run whose output is not a terminal."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         training.run(config)
     return out.getvalue()
@@ -225,7 +227,8 @@ class Placed(AskedToStop):
 
 
 def stopped(config: Config) -> list[str]:
-    """Phases that a run reports to the hang watch, without repeats. The run seems to compile only in the first step."""
+    """Return the phases that a run reports to the hang watch, without repetitions. SETTLED = 1: only the first step may
+    be slow because of compilation."""
     trainer, done = training.trainer(config, Placed)
     Placed.said = [f"before: {trainer.doing}"]
     save = trainer.saver.save
@@ -278,7 +281,7 @@ REPEATED = (
 
 
 def poisoned(config: Config) -> tuple[str, int]:
-    """The message, and the number of optimizer steps."""
+    """Return the message, and the number of optimizer steps before the run ended."""
     trainer, done = training.trainer(config, Poisoned)
     with pytest.raises(NotFinite) as caught, trainer.run.logged():
         trainer.train(done)
@@ -288,7 +291,7 @@ def poisoned(config: Config) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("world", "overrides", "where"),
     [
-        nightly(2, [], CAST.format(1)),  # other tests below have the sentence about a cast
+        nightly(2, [], CAST.format(1)),  # tests below have the same sentence
         (2, ["--train.checkpointing=full", "--recipe=bf16"], REPEATED.format(1)),
         nightly(4, [], CAST.format(3)),
         nightly(1, ["--mesh.tp=1"], CAST.format(0)),
@@ -378,7 +381,8 @@ class Spikes(Trainer):
 
 
 def spiked(config: Config, steps: int | None = None) -> int:
-    """Number of updates in a run of `steps` steps, or of all steps. The median of norms exists after two steps."""
+    """Return the number of updates in a run of `steps` steps (None: all steps). The median of gradient norms is defined
+    after two steps."""
     with patch("launch.training.step_update.KNOWN", 2):
         trainer, done = training.trainer(config, Spikes)
         if steps is None:
@@ -412,7 +416,7 @@ def test_updates_with_spikes_are_skipped_and_a_resumed_run_skips_the_same(ranks,
 
 
 class BadGradient(Trainer):
-    """Trainer with a finite loss and one non-finite gradient."""
+    """Trainer in which one gradient element is Inf, while the loss is finite."""
 
     def optimize(self) -> torch.Tensor:
         next(self.built.model.parameters()).grad._local_tensor.view(-1)[0] = float("inf")

@@ -34,8 +34,8 @@ from tests.multigpu.test_groups_for import ARCHITECTURES, ON_TP
 transformers = pytest.importorskip("transformers")
 
 FEW = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
-ON_ONE = FEW[1:2]  # a Llama and a Mixtral run on two ranks
-WITHOUT_LINEARS = ("gpt2",)  # Conv1D
+ON_ONE = FEW[1:2]  # tests on two ranks run a Llama and a Mixtral
+WITHOUT_LINEARS = ("gpt2",)  # its blocks use Conv1D
 STEPS = 5
 NEAR = 1e-6  # bound on the difference of losses
 # Bound for losses in bf16 under tp: partial sums of row-parallel linears are rounded to bf16 before the sum
@@ -74,7 +74,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(architecture: str, folder: Path, **more: Any) -> Path:
-    """A folder that save_pretrained wrote, with the vocabulary of the data."""
+    """Write a model with the vocabulary of the data by save_pretrained, and return its folder."""
     model = hf_models.make(architecture, vocab_size=384, **more)
     model.save_pretrained(folder / "model")
     return folder / "model"
@@ -96,9 +96,9 @@ def groups_of(folder: Path) -> list[str]:
 def expected(config: Config, count: int = 1) -> list[float]:
     """Losses of the unconverted module in a plain loop, on the batches of the run.
 
-    Parameters are fp32. In bf16 a copy of the module with rounded parameters computes the gradients, one data-parallel rank
-    (of `count`) after the other. The loss function of dlp and the order of sums of the norm are those of the run: another
-    last bit of an fp32 number rounds a weight to another bf16 number now and then, and moves a loss by 1e-6 to 1e-5."""
+    Parameters are fp32. In bf16 a copy of the module with rounded parameters computes the gradients, one data-parallel
+    rank (of `count`) after the other. The loss function and the order of sums of the norm are those of the run, because
+    another last bit of an fp32 weight can change the bf16 weight, and a loss by 1e-6 to 1e-5."""
     train, bf16 = config.train, config.train.dtype == "bf16"
     load = partial(transformers.AutoModelForCausalLM.from_pretrained, config.model.folder)
     model, used = load(dtype=torch.float32).eval(), load(dtype=torch.bfloat16 if bf16 else torch.float32).eval()
@@ -201,7 +201,8 @@ def test_on_two_fsdp_ranks(ranks, architecture: str, dtype: str, tmp_path: Path,
 
 
 def test_a_module_that_shares_a_parameter_is_no_block():
-    """BertEmbeddings is in _no_split_modules, and the head reads the weight of the embedding."""
+    """transformers lists BertEmbeddings in _no_split_modules, but it cannot be an FSDP block if the head shares its
+    weight."""
     assert list(named_blocks(hf_models.make("BertLMHeadModel"))) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
     assert "bert.embeddings" in named_blocks(hf_models.make("BertLMHeadModel", tie_word_embeddings=False))
 
@@ -275,7 +276,8 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_its_export_has_equal_logits(ranks
 
 
 def exported(config: Config, folder: str) -> list[float]:
-    """The largest difference of logits between parameters of a run and the exported folder, in fp32, without recipes."""
+    """Return the largest difference between the logits of the parameters of a run and of the exported folder, both
+    computed in fp32 by transformers."""
     made, _ = training.trainer(config)
     trained = {name: parameter.full_tensor() for name, parameter in made.built.model.named_parameters()}
     model = transformers.AutoModelForCausalLM.from_pretrained(config.model.folder).float().eval()

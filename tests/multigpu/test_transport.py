@@ -1,7 +1,6 @@
 """Transfers and agreements through mapped memory: simulated on CPU ranks, by copy engines on GPUs.
 
-The received tensors are compared with the tensors that every rank would have sent, which all ranks can compute from a
-seed.
+Received tensors are compared with the tensors that the other ranks sent, which every rank can compute from a seed.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ Kinds = list[tuple[tuple[int, ...], torch.dtype, int | None]]
 
 
 def lease(moves: Transport, seed: int, kinds: Kinds) -> Gathering:
-    """Output buffer for this rank's parts, with the content written; parts without a dimension are equal on all
+    """Lease an output buffer, and write this rank's parts to it. Parts without a gather dimension are equal on all
     ranks."""
     shapes, dtypes, dims = zip(*kinds, strict=True)
     made = moves.lease(shapes, dtypes, dims)
@@ -141,7 +140,7 @@ def random_operations(seed: int, count: int) -> int:
 
 def arrives(made: Gathering, expected: list[Tensor], mine: random.Random) -> int:
     arrived = made.gather().wait()
-    falls_behind(mine)  # other ranks may send the next transfer
+    falls_behind(mine)  # so that other ranks may start the next transfer before this rank reads
     return sum(not torch.equal(there, here) for there, here in zip(arrived, expected, strict=True))
 
 
@@ -151,8 +150,8 @@ def falls_behind(mine: random.Random) -> None:
 
 
 def checked_operations(seed: int, count: int) -> tuple[int, list[int], int]:
-    """Random operations whose bits are summed on both ends, and operations after them: errors, numbers of summed transfers, and
-    the number of transfers that arrived with other bits than were sent."""
+    """Run random operations with checksums at sender and receiver, and then some without; return the number of errors,
+    the numbers of checked transfers after each, and the number of transfers whose checksums differ."""
     transfers = []
     with WireChecks() as checks:
         wrong = random_operations(seed, count)
@@ -181,14 +180,15 @@ def freed_unread(slot: SimulatedSlot) -> None:
     CudaSlot.release(slot)
 
 
-CARELESS = {  # faults: no rank waits for readers; a slot is released before it is read
+CARELESS = {  # faults, by kind of slot: ranks do not wait for readers; ranks release a slot before they have read it
     SharedSlot: patch.object(SharedSlot, "begin", lambda slot, use: None),
     SimulatedSlot: patch.multiple(SimulatedSlot, wait=freed_unread, release=lambda slot: None),
 }
 
 
 def a_late_reader(kind: Any, careful: bool) -> int:
-    """Rank 1 reads an exchange late, and rank 0 starts the next exchange; return the number of errors."""
+    """Let rank 1 read each exchange late, while rank 0 starts the next exchange; return the number of wrong results.
+    `careful` = False: plant the fault in CARELESS."""
     wrong, simulated = 0, kind is SimulatedSlot
     with emulation() if simulated else nullcontext(), nullcontext() if careful else CARELESS[kind]:
         lane = SimulatedLane() if simulated else None
@@ -214,7 +214,7 @@ def test_a_slot_is_not_written_before_its_readers_are_done(ranks, device_type):
 
 
 def told(ended: bool) -> str | None:
-    """Message about a peer buffer whose GPU ended its work, or did not."""
+    """Return the message of `transport.complaint` if (`ended`) a kernel has given up waiting in a slot, or None."""
     moves = make_transport()
     moves.start("row", ("down", "backward"))
     moves.agree([torch.ones((), device=worker.device())])
@@ -236,8 +236,8 @@ def test_a_complaint_is_found_in_whatever_slot_it_is(ranks):
 
 
 def who_waits(others: bool) -> list[list[str]]:
-    """State of a transfer that rank 0 sends in two pieces, while rank 1 is late or runs another layer, and after both
-    have read and signalled. Both ranks read the state after each action."""
+    """Return the descriptions of waits that both ranks read after each action: while rank 0 sends a transfer in two
+    pieces and rank 1 is late or (`others`) runs another layer, and after both have read and signalled."""
     on_cpu = worker.device().type == "cpu"
     lane = SimulatedLane(0.001)
     with emulation() if on_cpu else nullcontext():
@@ -305,7 +305,7 @@ def test_ranks_in_different_layers_are_told(ranks):
 
 def test_an_agreement_waits_for_who_has_not_come():
     headers = [[0] * (slots.HEADER // 4) for _ in range(3)]
-    for rank in (0, 1):  # both ranks have reached their third transfer
+    for rank in (0, 1):  # ranks 0 and 1 have reached their third transfer, rank 2 has not
         headers[rank][slots.USES] = 2
         for peer in (0, 1, 2):
             headers[peer][slots.MET + rank] = 3
@@ -406,7 +406,8 @@ def test_a_rank_that_stays_away_is_named(ranks, device_type):
 
 
 def sum_of(moves: Transport, x: Tensor) -> Tensor:
-    """Sum x [R, m, n] over ranks for this rank's rows: a reduce-scatter as steps that can be recorded."""
+    """Reduce-scatter x [R, m, n] by launches that can be recorded: return the sum over ranks of the rows for this
+    rank."""
     return ops.sum_in_order(exchange(moves, x), x.dtype)
 
 
@@ -464,7 +465,8 @@ def test_transfers_are_recorded_and_captured(ranks, device_type):
 
 
 def taken_down() -> list[list[tuple[Any, ...]]]:
-    """Recorded launches of a pass, without addresses, before and after other passes have run."""
+    """Record the launches of a pass before and after other passes have run; return both recordings without
+    addresses."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         x, amax, found = torch.ones(moves.world, 64), torch.ones(()), []
@@ -494,7 +496,8 @@ def without_addresses(arguments: Sequence[Any]) -> list[Any]:
 
 @pytest.mark.ranks(2)
 def test_replays_need_no_number_of_the_host(ranks, device_type):
-    """Epochs are stored in device memory, so a captured pass or a CUDA graph is replayed unchanged."""
+    """The recordings are equal: arguments of launches contain no counter of uses, so a captured pass or a CUDA graph
+    can be replayed unchanged."""
     if device_type == "cuda":
         pytest.skip("emulated on CPU ranks; GPUs replay in test_transfers_are_recorded_and_captured")
     for first, again in ranks(2).run(taken_down):
@@ -504,7 +507,8 @@ def test_replays_need_no_number_of_the_host(ranks, device_type):
 
 
 def mapped_memory() -> list[int]:
-    """Mapped memory after passes with two transfers, the first of which is sent at once or in two pieces."""
+    """Return the bytes of mapped memory after passes with two transfers, the first of which is sent in one piece or in
+    two."""
     moves = make_transport()
     for turn in range(30):
         moves.start()

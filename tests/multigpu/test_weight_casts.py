@@ -45,7 +45,8 @@ class Net(nn.Module):
 
 
 def made(recipe: Any, held: str, optimizer: str, cached: bool) -> tuple[Net, torch.optim.Optimizer]:
-    """Network with fp32 weights, which are `held` by this rank, or sharded over two."""
+    """Return the network and its optimizer. held: "plain" (replicas of fp32 weights), "dtensor" (sharded over tp) or
+    "fsdp"."""
     torch.manual_seed(0)
     model = Net().to(worker.device())
     mesh = worker.mesh(**{"plain": {"dp_replicate": 2}, "dtensor": {"tp": 2}, "fsdp": {"dp_shard": 2}}[held])
@@ -77,7 +78,7 @@ def trained(recipe: Any, held: str, optimizer: str, cached: bool) -> Trained:
             loss = model(x).float().square().sum()
             loss.backward()
             losses.append(loss.detach().cpu())
-            for parameter in model.parameters() if held == "plain" else ():  # replicas, whose rounding differs in nvfp4
+            for parameter in model.parameters() if held == "plain" else ():  # replicas: average the gradients
                 grad = parameter.grad.to_local()
                 dist.all_reduce(grad)
                 grad.div_(2)
@@ -99,7 +100,7 @@ def compared(recipe: Any, held: str, optimizer: str) -> tuple[Trained, Trained]:
     return trained(recipe, held, optimizer, True), trained(recipe, held, optimizer, False)
 
 
-CASES = few(((recipe, "dtensor", "fused") for recipe in QUANTIZED), ("fp8_block",))  # these recipes cast shards
+CASES = few(((recipe, "dtensor", "fused") for recipe in QUANTIZED), ("fp8_block",))  # each rank casts its shard
 CASES += few(((recipe, "fsdp", "fused") for recipe in QUANTIZED), ("nvfp4",))
 CASES += [nightly("fp8_block", "plain", "fused"), nightly("nvfp4", "plain", "fused")]
 CASES += [
@@ -124,7 +125,8 @@ def test_training_on_weights_cast_at_the_boundary_is_training_on_weights_cast_at
 
 
 def kept(cache: str) -> tuple[int, list[str]]:
-    """Number of operand parts that layers keep after a step, and the notes about weight_cache under FSDP."""
+    """Return the number of parts of weight operands that layers keep after a step, and the notes about weight_cache
+    under FSDP."""
     found = []
     for held in ("dtensor", "fsdp"):
         model, chosen = made("fp8_current", held, "fused", cache == "step")
@@ -172,7 +174,7 @@ def test_another_cache_is_refused():
 
 
 def reductions(recipe: Any, held: str) -> int:
-    """Number of reductions that a step boundary launches."""
+    """Return the number of amax reductions over ranks that a step boundary launches."""
     model, _ = made(recipe, held, "fused", True)
     model(torch.ones(64, SIZES[0][0], device=worker.device()).bfloat16()).sum().backward()
     with Collectives() as seen:

@@ -1,7 +1,7 @@
-"""Sums over ranks with each wire: in collectives, in the GEMMs of a linear, and in FSDP's gradients.
+"""Sums over ranks in each wire format: in collectives, in reductions of a linear, and in FSDP's reduction of gradients.
 
-tests/test_wires.py bounds the rounding of wires without ranks. Here the sum of tensors that ranks exchange is compared
-bit for bit with the sum of the same packed contributions on one rank.
+tests/test_wires.py bounds the rounding of wire formats without ranks. Here the sum of exchanged tensors is compared bit
+for bit with the sum of the same packed contributions on one rank.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def test_a_sum_is_what_was_packed_summed_in_rank_order(ranks, world, wire):
 
 
 def linear_errors(recipe: str, names: list[str]) -> list[dict[str, float]]:
-    """Return, for each case and strategy, the difference of y and dx between the wires fp8 and hp, and whether a repetition
-    has equal bits."""
+    """Return, for each case and strategy, the relative difference of each result between the wires fp8 and hp. Assert
+    that a repetition has equal bits."""
     found = []
     for key in (("column", True), ("row", True), ("column", False), ("row", False)):
         full = make_full(case := LinearCase(key, recipe, torch.bfloat16, batch=3, sequence=20))
@@ -84,8 +84,8 @@ def linear_errors(recipe: str, names: list[str]) -> list[dict[str, float]]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_a_linear_sums_on_the_wire_of_its_recipe(ranks, world, recipe):
-    """An E4M3 rounding has an error of 2.6 % of a gaussian block. Only results that are summed over ranks have this
-    error."""
+    """Only results that are summed over ranks have the error of the fp8 wire: rounding gaussian values to E4M3 has a
+    relative error of 2.6 %."""
     for found in ranks(world).run(linear_errors, recipe, ["serial", "chunked:2"]):
         for i, errors in enumerate(found):
             on_wire, other_order = ("dx", "y0")[(i // 2) % 2], i % 2
@@ -205,7 +205,7 @@ def test_impossible_wires_are_refused(ranks):
 
 
 def without_tokens(wire: str, strategy: str) -> list[tuple[int, ...]]:
-    """y and dx of layers that get no tokens, as experts may."""
+    """Return the shapes of y and dx of layers that get no tokens, as can happen to experts."""
     recipe = dlp.recipe("fp8_current", wire={"fprop": wire, "dgrad": wire})
     tp, found = worker.mesh(tp=2)["tp"], []
     for sequence_parallel in (False, True):

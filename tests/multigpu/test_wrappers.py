@@ -78,8 +78,8 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> lis
 
 
 def copied(recipe: str) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of results of a copy and the original: unchanged; after further training, each with a separate optimizer;
-    and of the original again, which training of the copy must not change."""
+    """Return pairs of results that must be equal: of a copy and the original directly after the copy, of both after the
+    same training with separate optimizers, and of a second copy after writes to its weights."""
     model, optimizer = small(recipe)
     steps(model, optimizer, 3)
     other, untouched = copy.deepcopy(model), copy.deepcopy(model)
@@ -103,7 +103,7 @@ def copied(recipe: str) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-# Recipes with a history of scales, or with a counter of microbatches
+# Recipes with state that a copy must have, too: a history of amaxes, a counter of microbatches
 @pytest.mark.parametrize("recipe", ["fp8_delayed", nightly("nvfp4")])
 @pytest.mark.ranks(2)
 def test_a_deep_copy_goes_on_as_its_original(ranks, recipe):
@@ -113,14 +113,15 @@ def test_a_deep_copy_goes_on_as_its_original(ranks, recipe):
 
 
 def averaged() -> tuple[list[Tensor], list[Tensor]]:
-    """The average of the weights of three steps, and the output of the model with the same weights."""
+    """Average the weights of three steps with AveragedModel. Return the outputs of the average and of the model, and
+    the output of a new model with the averaged weights."""
     model, optimizer = small("fp8_current")
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     tokens = torch.arange(16, device=worker.device())
     for _ in range(3):
         steps(model, optimizer, 1)
         average.update_parameters(model)
-        average(tokens)  # after this forward, casts would be stale at the next average
+        average(tokens)  # this forward casts the average, which the next update changes
     expected, _ = small("fp8_current")
     expected.load_state_dict(average.module.state_dict())
     with torch.no_grad():

@@ -2,9 +2,9 @@
 // dup = dh * act(gate). x, gate, up [rows, cols] of bf16 or fp32; all arithmetic in fp32, in the order of operations of
 // reference.activations (activation, activation_backward, gated, gated_backward).
 //
-// Grid: one octet per thread, 256 threads per block. Instead of storing y or h a kernel can observe max |y|, for a cast
-// that computes the elements with a producer (producer.cuh). Bound by memory, except for tanh and exp: 4, 6 and 10
-// bytes per element of bf16.
+// Grid: one octet per thread, 256 threads per block. Instead of storing y or h, a kernel can compute max |y| or max |h|, for a
+// cast that computes the elements with a producer (producer.cuh). Bound by memory, except for activations with tanh or exp: 4
+// (y), 6 (h, dx) and 10 (dgate and dup) bytes per element of bf16.
 #include "activations.cuh"
 
 namespace dlp {
@@ -24,7 +24,7 @@ __device__ void store(void* data, int64_t cols, const typename Octets<T>::Place&
     store_values(to, rounded<T>(x), at.valid, reinterpret_cast<uintptr_t>(to) % 16 == 0);
 }
 
-// *amax = max(*amax, max |x|) over the block; elements outside of the matrix count as 0, though act(0) may not be 0.
+// *amax = max(*amax, max |x|) over the block. Elements outside of the matrix are set to 0 first, because act(0) may not be 0.
 template <class T>
 __device__ void observe(float* amax, const typename Octets<T>::Place& at, Octet<float> x) {
     __shared__ uint32_t scratch[kThreads / 32];

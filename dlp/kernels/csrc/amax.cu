@@ -1,17 +1,17 @@
 // amax = max |x| of one matrix, or of each matrix of a table in one launch (reference.fp8.amax). NaN is ignored, Inf is
-// kept. The result does not depend on the order, so it is deterministic. Reads 2 (bf16) or 4 bytes per element and writes
-// nothing else.
+// preserved. The result does not depend on the order of the elements, and is therefore deterministic. Bound by memory: reads 2
+// (bf16) or 4 (fp32) bytes per element.
 //
 // Grid: persistent blocks of 256 threads; a piece of work is a chunk of 16,384 elements, eight octets per thread, four of them
 // in flight at once. A block keeps its maximum in registers while its chunks belong to one job, and ends with at most one
-// atomic per job. A small kernel before sets the outputs to 0; this kernel begins to read while the small kernel runs
+// atomic per job. A small kernel first sets the outputs to 0; this kernel begins to read while the small kernel runs
 // (programmatic dependent launch).
 //
-// Blocks process chunks from the last to the first: the following cast starts with the first chunks, which are then in the L2
-// cache (3 % of amax and cast + transpose at 32 MB, 0.8 % at 128 MB).
+// Blocks process chunks from the last to the first, because the cast that follows starts with the first chunks: these are then
+// in the L2 cache.
 //
-// Rejected alternative: partial maxima in scratch memory and a last block that joins them, which needs zeroed counters that
-// outlive the call.
+// Rejected alternative: partial maxima in scratch memory, which the last block combines. This needs counters in memory that are
+// set to 0 and outlive the call.
 #include "jobs.cuh"
 
 namespace dlp {
@@ -19,8 +19,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kOctets = kAmaxChunk / (8 * kThreads);  // octets per thread in a chunk
-constexpr int kInFlight = 4;                          // octets
-static_assert(kOctets % kInFlight == 0, "a chunk is a whole number of batches of loads");
+constexpr int kInFlight = 4;                          // octets that a thread loads at once
+static_assert(kOctets % kInFlight == 0, "a chunk must be a multiple of the loads in flight");
 
 template <class T>
 __device__ void take_chunk(Maxima<T>& maxima, const Matrix& x, int64_t chunk) {
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const __grid_constant__ 
 
 }  // namespace
 
-// `out`: fp32 [out_count], all outputs of the jobs, which are set to 0 here first.
+// `out`: fp32 [out_count], the outputs of all jobs, which this function first sets to 0.
 void amax(const Work<AmaxJob>& work, Input input, uintptr_t out, int64_t out_count, Stream stream) {
     if (work.items == 0) return set_zero(out, out_count * sizeof(float), stream);
     few_zeros(out, out_count, stream);

@@ -1,9 +1,9 @@
 // Both amaxes of an NVFP4 cast from one read: max |x|, and max |bf16(H x)| with the Hadamard transform along groups of 16 rows
 // of each column, as in the columnwise operand (reference.nvfp4.rht16).
 //
-// Grid: persistent, two blocks of 256 threads per SM, each block processes 128x128 tiles and prefetches the next tile.
-// A group of 16 rows spans two patches, one below the other: two lanes exchange half of their columns, and each transforms
-// four. Reads 2 (bf16) or 4 bytes per element; 0.99 of the speed of a copy on an H200. Rows outside of the matrix count as 0.
+// Grid: persistent, two blocks of 256 threads per SM, each block processes 128x128 tiles and prefetches the next tile. A group
+// of 16 rows spans two patches, one below the other: two lanes exchange half of their columns, and each lane transforms four
+// columns. Bound by memory: reads 2 (bf16) or 4 (fp32) bytes per element. Rows outside of the matrix count as 0.
 #include "fp4.cuh"
 #include "nibbles.cuh"
 
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm) amax_rht_kernel(co
 
 }  // namespace
 
-// Takes one job by value, in which `out_t` is the word after `out`; sets both outputs to 0 first.
+// Takes one job by value; `out_t` must be the word after `out`. First sets both outputs to 0.
 void amax_rht(const Work<RhtAmaxJob>& work, Input input, Stream stream) {
     DLP_CHECK_EQ(work.one.out + 1, work.one.out_t);
     few_zeros(reinterpret_cast<uintptr_t>(work.one.out), 2, stream);

@@ -1,13 +1,14 @@
-// Bulk copies (cp.async.bulk) from global to shared memory, and the mbarrier that counts their bytes. 8 bytes of shared memory.
+// Bulk copies (cp.async.bulk) from global to shared memory, and the mbarrier that counts the copied bytes, in 8 bytes of shared
+// memory.
 #pragma once
 
 #include <cstdint>
 
 namespace dlp {
 
-// One thread calls `init`, then a barrier of the block. For each phase: one thread calls `expect` with the bytes of the
-// phase, any threads issue copies of this total number of bytes, and every thread that reads the bytes calls `wait`
-// once, before the next `expect`.
+// One thread calls `init`, and a barrier of the block follows. In each phase, one thread calls `expect` with the number of
+// bytes of the phase, any threads issue copies of this number of bytes in total, and every thread that reads the bytes calls
+// `wait` once, before the next `expect`.
 class Arrivals {
    public:
     __device__ explicit Arrivals(uint8_t* bytes) : address_(shared_address(bytes)) {}

@@ -1,8 +1,8 @@
 // Python module `dlp_kernels`: pointers and sizes are integers, jobs are tuples of 64-bit words (kernels.h). The module
 // includes no torch header, compiles in seconds and does not depend on the version of torch.
 //
-// `bind` adds a function to the module. `bind_step` also registers the function by name as a step of captured programs
-// (steps.h); such functions take jobs as `Words<Job>`, which marks the words that are addresses.
+// `bind` adds a function to the module. `bind_step` also registers the function, by name, as a step that programs can replay
+// (steps.h, program.h). Functions of steps take jobs as `Words<Job>`, whose type lists the words that are addresses.
 #include <cstring>
 #include <vector>
 
@@ -25,21 +25,21 @@ void bind(pybind11::module_& m, const char* name, Kernel kernel) {
     m.def(name, kernel, Unlocked());
 }
 
-// A function that captured programs can also run as a step.
+// Binds a function that programs can also replay as a step.
 template <class Kernel>
 void bind_step(pybind11::module_& m, const char* name, Kernel kernel) {
     bind(m, name, kernel);
     step_makers()[name] = step_maker(kernel, &Kernel::operator());
 }
 
-// The packed arguments of a job of a function that is not a step (a step takes Words<Job>, steps.h).
+// A job of a function that is not a step, as Python passes it; functions of steps take Words<Job> (steps.h).
 template <class Job>
 using Row = std::array<int64_t, sizeof(Job) / sizeof(int64_t)>;
 
-// The first arguments of every kernel over jobs: one job, or the address of a table of `count` jobs.
+// Makes the Work of a launch from the first arguments of a kernel: one job, or the address `many` of a table of `count` jobs.
 template <class Job>
 Work<Job> make_work(const Row<Job>& one, uintptr_t many, int64_t count, int64_t items) {
-    static_assert(sizeof(Job) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<Job>, "a job is a row of words");
+    static_assert(sizeof(Job) % sizeof(int64_t) == 0 && std::is_trivially_copyable_v<Job>, "a job consists of 64-bit words");
     Work<Job> work{};
     std::memcpy(&work.one, one.data(), sizeof(Job));
     work.many = reinterpret_cast<const Job*>(many);
@@ -234,7 +234,7 @@ void run_gemm(GemmPlan& plan, uintptr_t a, uintptr_t b, uintptr_t d, uintptr_t a
     plan.run({at(a), at(b), at(d), at(a_scale), at(b_scale), at(bias), at(alpha), at(beta)}, at(workspace), stream);
 }
 
-// A step that runs a GEMM plan. It keeps the plan alive.
+// A step that runs a GEMM plan. The step keeps the plan alive.
 class GemmStep final : public Step {
 public:
     explicit GemmStep(const pybind11::tuple& arguments) : plan_(arguments[0]), run_(plan_.cast<GemmPlan*>()) {
@@ -255,8 +255,9 @@ private:
     std::array<uintptr_t, 9> addresses_{};
 };
 
-// A recorded step is (function, its arguments without the stream, stream or 0), or ("gemm", (plan, its nine addresses),
-// stream or 0); a piece of memory is (address, bytes, base, offset), see Program::Memory.
+// Makes a program from recorded launches. A launch is (name of the function, arguments without the stream, stream), or ("gemm",
+// (plan, nine addresses), stream); stream 0 is the stream of the run. A piece of memory is (address, bytes, base, offset), see
+// Program::Memory.
 std::unique_ptr<Program> make_program(const std::vector<std::tuple<std::string, pybind11::tuple, uintptr_t>>& recorded,
                                       const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, uintptr_t>>& memory,
                                       size_t bases) {
@@ -267,7 +268,8 @@ std::unique_ptr<Program> make_program(const std::vector<std::tuple<std::string, 
     return std::make_unique<Program>(std::move(steps), pieces, bases);
 }
 
-// Slots are mapped once and never move, so their addresses are int64_t: a program does not replace them.
+// The slots of transport.cu are mapped once and never move. Their addresses are passed as int64_t, which a program does not
+// replace.
 void bind_transport(pybind11::module_& m) {
     m.attr("SLOT_HEADER") = kSlotHeader;
     m.attr("SLOT_RANKS") = kSlotRanks;

@@ -1,11 +1,11 @@
-// FP8 with one fp32 scale per 128 elements of the contraction, in both orientations, of a tile in registers: the 128
-// rows and the 128 columns of a tile are 256 blocks, one per thread.
+// FP8 cast of a tile in registers with one fp32 scale per 128 elements of the contraction, in both orientations: the 128 rows
+// and the 128 columns of a tile are 256 blocks, one per thread.
 //
-//   1. amaxes of rows (by shuffles) and of columns (by warps) to shared memory
+//   1. the warps store amaxes of rows and of columns in shared memory
 //   2. thread t computes the scale of row t, or of column t - 128, and stores the inverse
-//   3. each thread reads the eight scales of the rows and the eight scales of the columns of the patch, and encodes
+//   3. each thread reads the scales of the eight rows and of the eight columns of its patch, and encodes
 //
-// This order needs one division per block; without shared memory, 16 threads would compute each scale.
+// So each scale is computed once; without shared memory, 16 threads would compute the same scale.
 // Shared memory: BlockLines, 5,632 bytes.
 #pragma once
 
@@ -28,7 +28,7 @@ __device__ void post_maxima(const Octet<T> (&patch)[kPatch], BlockLines& shared)
     Maxima<T> columns;
     uint32_t word[Rows::kWords];
 #pragma unroll
-    for (int i = 0; i < Rows::kWords; ++i) {  // rows and columns in one loop, so that magnitudes need not stay in registers
+    for (int i = 0; i < Rows::kWords; ++i) {  // rows and columns in one loop, so that magnitudes do not stay in registers
         word[i] = PatchRows<T>::word(patch, i);
 #pragma unroll
         for (int row = i * Rows::kRows; row < (i + 1) * Rows::kRows; ++row) columns.take(patch[row]);

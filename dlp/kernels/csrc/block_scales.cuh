@@ -1,4 +1,4 @@
-// Layouts of the fp32 scales of 128-element blocks: compact, for transfers, or as GEMMs of cuBLASLt read scales
+// Layouts of the fp32 scales of 128-element blocks: compact for transfers, or the layout that GEMMs of cuBLASLt read
 // (reference.layout.block_1d_layout and block_2d_layout).
 #pragma once
 

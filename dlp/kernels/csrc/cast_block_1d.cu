@@ -7,9 +7,8 @@
 // Bitwise equal to reference.fp8.cast_fp8_block with a block of (1, 128). Any rows and cols: missing elements count as 0.
 //
 // Grid: one 128x128 tile per block of 256 threads (tile.cuh). Shared memory, bytes of bf16 (fp32): tile 32,768 (65,552),
-// transposed codes 16,384, amaxes and scales 5,632 (block_lines.cuh): three (two) blocks per SM. Bound by memory: 4 (6)
-// bytes per element and 1/16 for scales; 0.90 of the speed of a copy with scales in the layout of the GEMM, 0.845 with
-// compact scales (H200, bf16).
+// transposed codes 16,384, amaxes and scales 5,632 (block_lines.cuh): three (two) blocks per SM. Bound by memory: 4 (6) bytes
+// per element and 1/16 byte for scales. Scales in the layout of the GEMM are stored faster than compact scales.
 #include "block_lines.cuh"
 
 namespace dlp {

@@ -7,14 +7,14 @@
 //
 // Bitwise equal to reference.mx.cast_mxfp8 with a block of (1, 32).
 //
-// Grid: one 128x128 tile per block of 256 threads (tile.cuh). A block of 32 along a row belongs to four neighbouring lanes,
-// whose amaxes are combined by shuffles. A block along a column belongs to two lanes of each of two warps, whose amaxes are
-// combined through shared memory. A tile has 1024 scales: a thread computes two scales of rows and two scales of columns, and
-// reads the eight scales of the rows and the eight scales of the columns of the patch.
+// Grid: one 128x128 tile per thread block of 256 threads (tile.cuh). A block of 32 along a row belongs to four neighbouring
+// lanes, whose amaxes are combined by shuffles. A block along a column belongs to two lanes of each of two warps, whose amaxes
+// are combined through shared memory. A tile has 1024 scales: a thread computes two scales of rows and two scales of columns,
+// and reads the eight scales of the rows and the eight scales of the columns of the patch.
 //
-// Shared memory, bytes of bf16 (fp32): tile 32,768 (65,552), transposed codes 16,384, maxima and multipliers 8,192, scale
-// bytes 1,024. Bound by memory: 4 (6) bytes per element and 1/16 for scales; 0.90 of the speed of a copy with blocks first,
-// 0.845 compact (H200, bf16).
+// Shared memory, bytes of bf16 (fp32): tile 32,768 (65,552), transposed codes 16,384, maxima and multipliers 8,192, scale bytes
+// 1,024. Bound by memory: 4 (6) bytes per element and 1/16 byte for scales. Scales with blocks first are stored faster than
+// compact scales (scale_bytes.cuh).
 #include "e8m0.cuh"
 #include "line_maxima.cuh"
 #include "scale_bytes.cuh"
@@ -23,7 +23,7 @@
 namespace dlp {
 namespace {
 
-constexpr int kPatches = 32 / kPatch;  // patches of a block of 32
+constexpr int kPatches = 32 / kPatch;  // patches that a block of 32 spans
 constexpr int kBlocksAcross = kTile / 32;
 using ScaleOut = ScaleBytes<kBlocksAcross>;
 
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T, kProducer>)
     if (!job.codes_t) return;
     put_columns<F8>(patch, Scales(shared.column_scale[patch_row() / kPatches] + kPatch * patch_column()), columns);
     __syncthreads();
-    columns.write(job.codes_t, tile);  // last, because this store takes longest
+    columns.write(job.codes_t, tile);  // last, because this store takes the longest time
 }
 
 }  // namespace

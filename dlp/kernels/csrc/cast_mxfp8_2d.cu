@@ -1,9 +1,9 @@
 // MXFP8 with one E8M0 scale per 32x32 tile, for weights, both orientations in one read: both have the same codes, and the
 // scales of the second orientation are the transpose. Bitwise equal to reference.mx.cast_mxfp8 with a block of (32, 32).
 //
-// Grid: one 128x128 tile per block of 256 threads (tile.cuh). A 32x32 block is 4x4 patches: eight lanes of a warp and
-// eight lanes of the next warp, reduced by shuffles and 128 bytes of shared memory. Bound by memory: 4 bytes per
-// element of bf16, 0.88 of the speed of a copy.
+// Grid: one 128x128 tile per thread block of 256 threads (tile.cuh). A 32x32 block is 4x4 patches, in eight lanes of one warp
+// and eight lanes of the next warp; the amax is reduced by shuffles and through 128 bytes of shared memory. Bound by memory: 4
+// bytes per element of bf16.
 #include "e8m0.cuh"
 #include "transpose.cuh"
 
@@ -11,14 +11,14 @@ namespace dlp {
 namespace {
 
 constexpr int kBlocksPerSm = 2;
-constexpr int kPatches = 32 / kPatch;   // patches of a block of 32 in each direction
+constexpr int kPatches = 32 / kPatch;   // patches of a 32x32 block along rows, and along columns
 constexpr int kBlocksAcross = kTile / 32;
 
 template <class T>
 constexpr size_t kShared =
     TileLoader<T, BlockJob>::kBytes + ColumnWriter::kBytes + kTileWarps * kBlocksAcross * sizeof(uint32_t);
 
-// The amax, as bits, of the 32x32 block in which this thread's patch lies. Contains one barrier.
+// Returns the amax, as bits, of the 32x32 block that contains this thread's patch. Contains one barrier.
 template <class T, class M>
 __device__ uint32_t block_amax(const Octet<T> (&patch)[kPatch], uint32_t* scratch) {
     Maxima<T, M> maxima;
@@ -29,7 +29,7 @@ __device__ uint32_t block_amax(const Octet<T> (&patch)[kPatch], uint32_t* scratc
     for (int lanes = 1; lanes < kPatches; lanes *= 2) bits = max(bits, __shfl_xor_sync(kAllLanes, bits, lanes));
     bits = max(bits, __shfl_xor_sync(kAllLanes, bits, kAcross));
     const int warp = threadIdx.x / 32, block = patch_column() / kPatches;
-    scratch[warp * kBlocksAcross + block] = bits;  // from eight lanes, which agree
+    scratch[warp * kBlocksAcross + block] = bits;  // eight lanes write the same value
     __syncthreads();
     return max(bits, scratch[(warp ^ 1) * kBlocksAcross + block]);
 }

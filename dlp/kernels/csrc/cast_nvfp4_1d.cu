@@ -5,21 +5,19 @@
 //
 // Rows are quantized as they are; columns after the random Hadamard transform of 16 rows if `rht`. Rounding is to
 // nearest, or stochastic with one call of Philox per block of 16. Bitwise equal to reference.nvfp4.cast_nvfp4 with a
-// block of (1, 16). rows and cols are multiples of 16 (of an orientation that is written, its last dimension). With
-// four over six a block is encoded twice, under the scales for 6 and for 4, and keeps the codes with the smaller error.
+// block of (1, 16). cols must be a multiple of 16 if `codes` is requested, rows if `codes_t` is requested. With four over six a
+// block is encoded with the scale for 6 and with the scale for 4, and the codes with the smaller error are stored.
 //
-// Bound by instructions (31 per element) and by the number of warps that issue them; memory traffic is 3.1 bytes per
-// element of bf16. A thread therefore takes one or two complete blocks at a time from a strip in shared memory
-// (strip.cuh), in 64 registers without random bits: maximum, scale, transform and random bytes of a block stay within
-// one thread. A block of threads walks over four tiles, and computes the multipliers of the 128 possible scales once: a
-// division per block of 16 would be a tenth of all instructions. On an H200, bf16, of a copy: 0.64, 0.57 with the
-// transform, 0.41 with stochastic rounding, too.
+// Bound by instructions, and by the number of resident warps that issue them; memory traffic is 3.1 bytes per element of bf16.
+// A thread therefore reads one or two complete blocks of 16 at a time from a strip in shared memory (strip.cuh), and computes
+// maximum, scale, transform and random bytes of a block without other threads. A thread block processes four tiles, and
+// computes the multipliers of the 128 possible scales once, which avoids a division per block of 16.
 //
 // Shared memory, bytes of bf16 (fp32):
-//   strips             34,816 (67,584)     of the tile, eight warps
+//   strips             34,816 (67,584)     one tile: the strips of eight warps
 //   Columns             8,192              transposed codes, 64 bytes per column
 //   Scales              2,048              eight scales of each row and column
-//   2 Scaling           1,072              multiplier by scale, for rows and for columns
+//   2 Scaling           1,072              table of multipliers, for rows and for columns
 //   sums                4,096              only with Producer::kColumnSums
 #include "fp4.cuh"
 #include "scale_bytes.cuh"
@@ -35,8 +33,8 @@ using Scales = ScaleBytes<kTile / kFp4Block>;
 template <class T>
 using CastStrips = Strips<T, Nvfp4Job, kTilesPerBlock>;
 
-// Resident blocks for __launch_bounds__: shared memory limits fp32 to two; with random bytes or a second set of codes,
-// registers suffice for three.
+// Resident blocks per SM for __launch_bounds__: shared memory limits fp32 to two blocks. With random bytes or a second set of
+// codes, registers limit bf16 to three.
 template <class T, Rounding kRounding>
 constexpr int kBlocksPerSm = sizeof(T) == 4 ? 2 : kRounding == Rounding::kNearest ? 4 : 3;
 
@@ -45,7 +43,7 @@ struct Scaling {
     static constexpr int kScales = 128;
     TensorScale tensor;
     float* flag;
-    float multiplier[kScales];  // by E4M3 scale, whose sign bit is 0
+    float multiplier[kScales];  // indexed by the E4M3 scale, whose sign bit is 0
 
     // kScales threads call this function, and each fills one entry.
     template <Rounding kRounding>
@@ -58,7 +56,7 @@ struct Scaling {
 };
 static_assert(2 * Scaling::kScales == kTileThreads, "both orientations are filled at once");
 
-// Bytes of the sums of columns of a tile's strips.
+// Bytes of the column sums of all strips of a tile.
 constexpr size_t kSums = kTileWarps * kTile * sizeof(float);
 
 template <class T, Producer kProducer>
@@ -85,9 +83,7 @@ struct Random {
     }
 };
 
-// A block of 16: its scale and codes. The maximum keeps NaN, so that one comparison finds values that are not finite;
-// only then the flag is set and the maximum is computed again without NaN. To nearest under one scale, with the sum of
-// squared errors of the elements in their order.
+// Encodes a block of 16 with the given scale, rounded to nearest. `error`: sum of the squared errors of the elements, in order.
 template <class T>
 __device__ Block encode_under(const Octet<T>& low, const Octet<T>& high, const Scaling& scaling, uint8_t scale, float& error) {
     const float multiplier = scaling.multiplier[scale], value = unpack<E4m3>(scale), encode = scaling.tensor.encode;
@@ -96,6 +92,8 @@ __device__ Block encode_under(const Octet<T>& low, const Octet<T>& high, const S
     return {codes, scale};
 }
 
+// Computes scale and codes of a block of 16. The first maximum is NaN if an element is NaN, so that one comparison finds values
+// that are not finite; only then the flag is set, and the maximum is computed again without NaN.
 template <Rounding kRounding, class T>
 __device__ Block encode_block(Octet<T>& low, Octet<T>& high, const Scaling& scaling, uint4 random) {
     float amax = amax_keeping_nan(low, high);
@@ -204,7 +202,7 @@ __global__ void __launch_bounds__(kTileThreads, kBlocksPerSm<T, kRounding>)
     CastStrips<T> strips(work, bytes);
     Columns columns(bytes += CastStrips<T>::kBytes);
     Scales scales(bytes += Columns::kBytes);
-    Scaling* scaling = reinterpret_cast<Scaling*>(bytes += Scales::kBytes);  // of rows, of columns
+    Scaling* scaling = reinterpret_cast<Scaling*>(bytes += Scales::kBytes);  // [2]: for rows, for columns
     float(*sums)[kTile] = reinterpret_cast<float(*)[kTile]>(bytes += 2 * sizeof(Scaling));
     const Nvfp4Job* scaled = nullptr;  // job of the factors in `scaling`
 
@@ -253,7 +251,8 @@ void run_with(const Work<Nvfp4Job>& work, const Source& source, bool rht, const 
 
 }  // namespace
 
-// Rounds stochastically if either state has a counter, else to nearest; `four_over_six` is for the latter.
+// Rounds stochastically if one of the two Philox states has a counter, else to nearest. `four_over_six` requires rounding to
+// nearest.
 void cast_nvfp4_1d(const Work<Nvfp4Job>& work, Input input, bool rht, bool four_over_six, const PhiloxState& philox,
                    const PhiloxState& philox_t, const Source& source, Stream stream) {
     if (work.items == 0) return;

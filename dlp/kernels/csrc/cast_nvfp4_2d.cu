@@ -1,12 +1,12 @@
-// NVFP4 (fp4.cuh) with one E4M3 scale per 16x16 tile, for weights, both orientations in one read: both orientations
-// have the same codes, and the scales of the second orientation are the transpose. Bitwise equal to
-// reference.nvfp4.cast_nvfp4 with a block of (16, 16). rows and cols are multiples of 16. With four over six a tile is
-// encoded under two scales, and the errors of the four patches are also summed by two shuffles.
+// NVFP4 (fp4.cuh) with one E4M3 scale per 16x16 tile, for weights, both orientations in one read: both orientations have the
+// same codes, and the scales of the second orientation are the transpose. Bitwise equal to reference.nvfp4.cast_nvfp4 with a
+// block of (16, 16). rows and cols are multiples of 16. With four over six a 16x16 tile is encoded with two scales, and the
+// errors of its four patches are added by two shuffles.
 //
-// Grid: two blocks of 256 threads per SM, four 128x128 tiles each (tile.cuh), with the next tile prefetched. A 16x16
-// tile is 2x2 patches, lanes t, t ^ 1, t ^ 16 and t ^ 17, joined by two shuffles. Codes of a row are exchanged by neighbours
-// so that each stores 8 bytes; those of columns go through 8 KB of shared memory. 3 bytes per element of bf16; 0.79 of the
-// speed of a copy on an H200.
+// Grid: two blocks of 256 threads per SM; each block processes four 128x128 tiles (tile.cuh) and prefetches the next tile. A
+// 16x16 tile is 2x2 patches, in lanes t, t ^ 1, t ^ 16 and t ^ 17, whose maxima are combined by two shuffles. Neighbouring
+// lanes exchange codes of rows, so that each lane stores 8 bytes; codes of columns are stored through 8 KB of shared memory.
+// Memory traffic: 3 bytes per element of bf16.
 #include "fp4.cuh"
 #include "nibbles.cuh"
 
@@ -43,9 +43,9 @@ __device__ void store_scale(const Tile<T, Nvfp4Job>& tile, uint8_t scale) {
     if (tile.job->scale_t) tile.job->scale_t[col * down + row] = scale;
 }
 
-// The sum of squared errors of a 16x16 block under one scale, in an order that is the same for the transposed block: in
-// each patch the upper triangle, row by row, of e[i][i] and fl(e[i][j] + e[j][i]); then fl(fl(this + diagonal patch) +
-// fl(the other two)).
+// The sum of squared errors of a 16x16 block under one scale, in an order that is the same for the transposed block: in each
+// patch the upper triangle, row by row, of e[i][i] and fl(e[i][j] + e[j][i]); then the sums of diagonally opposite patches are
+// added, and then these two results.
 template <class T>
 __device__ float block_error(const Octet<T> (&patch)[kPatch], const uint32_t (&codes)[kPatch], float scale, float encode) {
     uint32_t pair[kPatch][4];

@@ -1,4 +1,5 @@
-// Checks that print both values. A failed check throws std::runtime_error, a RuntimeError in Python.
+// Checks that two values compare as required. A failed check prints both values and throws std::runtime_error, a RuntimeError
+// in Python.
 #pragma once
 
 #include <sstream>

@@ -1,8 +1,8 @@
 // Checksums of the bits of tensors (reference.checksums): sum_i (2 i + 1) w_i modulo 2^64 over the words of 8 bytes of a
-// tensor, of which the last is filled up with zero bytes. Additions of integers commute, so the order of blocks does not matter.
+// tensor; the last word is filled up with zero bytes. Additions of integers commute, so the order of blocks does not matter.
 //
-// Grid: one block per piece of kPiece words of a tensor, for up to kChecksums tensors, which the arguments of the launch hold.
-// Each warp adds one number to the sum of the tensor. Limited by reading.
+// Grid: one block per piece of kPiece words of a tensor, for up to kChecksums tensors, whose addresses are arguments of the
+// launch. Each warp adds one number to the checksum of the tensor. Bound by memory.
 #include "octet.cuh"
 
 namespace dlp {
@@ -16,7 +16,7 @@ struct Tensors {
     int64_t bytes[kChecksums];
     int64_t first[kChecksums];  // number of pieces of previous tensors
     uint64_t* out;              // [count]
-    int count;
+    int count;                  // number of tensors
 };
 
 __device__ uint64_t load_word(const uint8_t* data, int64_t bytes, int64_t i, bool aligned) {
@@ -28,7 +28,7 @@ __device__ uint64_t load_word(const uint8_t* data, int64_t bytes, int64_t i, boo
 }
 
 __global__ void __launch_bounds__(kThreads) checksums_kernel(const __grid_constant__ Tensors tensors) {
-    int job = 0;  // the last tensor that begins at or before this piece
+    int job = 0;  // index of the tensor of this piece: the last one that begins at or before it
     for (int half = kChecksums / 2; half > 0; half /= 2)
         if (job + half < tensors.count && tensors.first[job + half] <= blockIdx.x) job += half;
     const uint8_t* data = tensors.data[job];

@@ -2,9 +2,8 @@
 //
 //   tile_sums   x [rows, cols] -> [ceil(rows / 128), cols], one sum per tile of 128 rows (reference.producers.tile_sums).
 //               producer.cuh computes the same sums in the read of a cast.
-//   sum_parts   parts [count, cols] -> [cols]: every 32nd part in order, then the 32 sums by halves
-//               (reference.producers.sum_parts).
-//               A block has 32 warps and takes 32 columns: warp g adds parts g, g + 32, ..., four in flight.
+//   sum_parts   parts [count, cols] -> [cols] (reference.producers.sum_parts). A block has 32 warps and computes 32 columns:
+//               warp g adds parts g, g + 32, ... in order, with four loads in flight; then the 32 sums are added by halves.
 #include "tile.cuh"
 
 namespace dlp {

@@ -2,15 +2,14 @@
 //
 //   log_sum_exp        log_sum[row] = log(sum(exp(x))),   picked[row] = x[row, target], or 0 for other targets
 //   softmax_gradient   dx = (exp(x - log_sum) - one_hot(target)) * weight[row]     (Goodfellow et al., Deep Learning, 6.2.2.3)
-//                      0 in rows with weight 0, for any x: ignored tokens may have logits that are not finite
+//                      dx = 0 in rows with weight 0, for any x: ignored tokens may have logits that are not finite
 //
-// Logits are read in their dtype and never stored in fp32. log_sum_exp takes one row per block of 256 threads, four
-// octets per thread in flight, and keeps a running maximum and sum in each thread (Milakov and Gimelshein, arXiv
-// 1805.02867). softmax_gradient takes a chunk of 8192 columns of a row per block. log_sum_exp reads 2 bytes per element
-// of bf16 and is bound by expf (0.53 of the speed of a copy); softmax_gradient moves 4 bytes and is bound by memory
-// (0.92).
+// Logits are read in their dtype and never stored in fp32. log_sum_exp takes one row per block of 256 threads, four octets per
+// thread in flight, and keeps a running maximum and sum in each thread (Milakov and Gimelshein, arXiv 1805.02867).
+// softmax_gradient takes a chunk of 8192 columns of a row per block. log_sum_exp reads 2 bytes per element of bf16 and is bound
+// by expf; softmax_gradient reads and writes 4 bytes and is bound by memory.
 //
-// Exponentials depend on the device, so results lie within a bound of reference.loss; the order of all sums is fixed,
+// Exponentials depend on the device, so that results differ from reference.loss within a bound. The order of all sums is fixed,
 // so that results do not change from run to run.
 #include <limits>
 
@@ -24,7 +23,8 @@ constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kAhead = 4;  // octets that a thread loads at once
 constexpr int64_t kChunk = 8 * kThreads * kAhead;
 
-// The largest of some elements, and sum(exp(x - largest)); if `largest` is infinite, sum(exp(x)), so that no Inf - Inf arises.
+// The largest of the elements so far, and the sum of exp(x - largest) over them; if `largest` is infinite, the sum of exp(x),
+// which avoids Inf - Inf.
 struct Partial {
     float largest, sum;
 
@@ -51,7 +51,7 @@ struct Partial {
     __device__ float log_sum() const { return __fadd_rn(finite(largest), logf(sum)); }
 };
 
-// Elements from `valid` on become -Inf, which adds nothing.
+// Replaces elements from `valid` on by -Inf, which adds 0 to the sum.
 template <class T>
 __device__ Octet<float> mask_tail(const Octet<T>& x, int64_t valid) {
     Octet<float> out;

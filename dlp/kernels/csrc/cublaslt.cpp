@@ -23,7 +23,7 @@ constexpr int kComputeFp32 = 68, kComputeTf32 = 77;
 constexpr int kOpN = 0, kOpT = 1;
 constexpr int kPointersOnDevice = 1;
 constexpr int kEpilogueBias = 4;
-constexpr int64_t kOneShape = 4096;  // rows and columns for which the algorithm of segments is chosen
+constexpr int64_t kOneShape = 4096;  // rows and columns for which the algorithm of problems with segments is chosen
 
 enum DescAttribute {
     kPointerMode = 2, kTransA = 3, kTransB = 4, kEpilogue = 7, kBiasPointer = 8, kSmCountTarget = 15, kScalePointerA = 17,
@@ -43,7 +43,7 @@ struct Candidate {  // cublasLtMatmulHeuristicResult_t
     float waves;
     int reserved[4];
 };
-static_assert(sizeof(Candidate) == 96, "cuBLASLt writes an array of these");
+static_assert(sizeof(Candidate) == 96, "cuBLASLt writes an array of this struct");
 
 constexpr const char* kStatusNames[16] = {
     "success", "not initialized", "", "allocation failed", "", "", "", "invalid value", "architecture mismatch", "", "",
@@ -84,7 +84,7 @@ void set(Opaque desc, DescAttribute attribute, const T& value) {
     LT(MatmulDescSetAttribute, desc, attribute, &value, sizeof(value));
 }
 
-// A handle belongs to the device that is current at creation.
+// The handle of a device, which must be the current device in the first call for it.
 Handle handle_of(int device) {
     static std::map<int, Handle> handles;
     Handle& handle = handles[device];
@@ -92,14 +92,14 @@ Handle handle_of(int device) {
     return handle;
 }
 
-// Layout of a matrix [lines, along] with `stride` between lines, or with `col_major` between columns.
+// Layout of a matrix [lines, along]. `stride`: elements between lines, or between columns if `col_major`.
 Opaque make_layout(int type, int64_t lines, int64_t along, int64_t stride, bool col_major) {
     Opaque layout = nullptr;
     LT(MatrixLayoutCreate, &layout, type, col_major ? lines : along, col_major ? along : lines, stride);
     return layout;
 }
 
-// A layout of `count` matrices, `apart` elements from each other.
+// Turns the layout of a matrix into the layout of a batch of `count` matrices that begin `apart` elements after each other.
 void repeat(Opaque layout, int32_t count, int64_t apart) {
     LT(MatrixLayoutSetAttribute, layout, kBatches, &count, sizeof(count));
     LT(MatrixLayoutSetAttribute, layout, kBatchStride, &apart, sizeof(apart));
@@ -148,7 +148,7 @@ struct GemmPlan::State {
     std::vector<Candidate> candidates;
     size_t chosen = 0;
     size_t workspace_bytes = 0;
-    std::mutex running;  // pointers of scales and bias are set in `desc`, which all layers of one shape share
+    std::mutex running;  // each run sets the pointers of scales and bias in `desc`, which all layers of one shape share
     bool scaled_a = false, scaled_b = false, biased = false, device_alpha = false;
     float beta = 0.0f;
 
@@ -204,7 +204,7 @@ void GemmPlan::State::free_layouts() {
         if (*layout != nullptr) library.MatrixLayoutDestroy(std::exchange(*layout, nullptr));
 }
 
-// Whether an algorithm that was found for other layouts can run with these.
+// Whether an algorithm that was found for other layouts supports the current layouts.
 bool GemmPlan::State::supports(Candidate& candidate) {
     const Algorithm algorithm = candidate.algorithm;
     return library.MatmulAlgoCheck(handle, desc, a, b, d, d, &algorithm, &candidate) == 0 && candidate.status == 0 &&
@@ -212,7 +212,7 @@ bool GemmPlan::State::supports(Candidate& candidate) {
 }
 
 void GemmPlan::State::search(const GemmProblem& problem, int wanted) {
-    if (problem.segments > 0) {  // an algorithm for one shape, which all shapes with this contraction use
+    if (problem.segments > 0) {  // search for one shape; all shapes with this contraction use the algorithm
         GemmProblem one = problem;
         one.rows = one.cols = one.d_stride = kOneShape;
         one.a_stride = one.b_stride = one.contraction;
@@ -238,7 +238,7 @@ void GemmPlan::State::search(const GemmProblem& problem, int wanted) {
     while (!candidates.empty() && candidates.back().status != 0) candidates.pop_back();
     if (problem.segments == 0 || candidates.empty()) return;
     lay_out(problem);
-    candidates.resize(1);  // a next candidate for some shapes would sum in another order
+    candidates.resize(1);  // only the first: shapes that used another candidate would sum in another order
     if (!supports(candidates[0])) candidates.clear();
 }
 

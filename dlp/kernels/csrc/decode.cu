@@ -1,12 +1,12 @@
 // Codes times their scales -> bf16 [rows, cols], for a GEMM that has no unit for the format: fl_bf16(value(code) *
-// value(scale)), one product in fp32, rounded once. Exact wherever bf16 holds the product, as it does for NVFP4 without the
-// tensor's scale and for power-of-two scales within bf16's range. With the amax of an NVFP4 tensor, value(scale) is
-// fl(fl(scale * amax) * fl(1/2688)). Bitwise equal to reference.fp8, reference.mx and
-// reference.nvfp4 decoding, rounded to bf16.
+// value(scale)), one product in fp32, rounded once. The result is exact if bf16 can represent the product: for NVFP4 without
+// the amax, and for power-of-two scales within the range of bf16. With the amax of an NVFP4 tensor, value(scale) is
+// fl(fl(scale * amax) * fl(1/2688)). Bitwise equal to the decode functions of reference.fp8, reference.mx and reference.nvfp4,
+// rounded to bf16.
 //
-// Grid: a block of 256 threads decodes a tile of 32 rows by 256 columns. Eight threads process a row; a thread takes
-// four pieces of eight codes, 64 columns apart, so that neighbours write adjacent vectors of 16 bytes. Bound by memory:
-// 3 bytes per element of FP8, 2.6 of E2M1; 0.90 to 0.92 of the speed of a copy on an H200.
+// Grid: a block of 256 threads decodes a tile of 32 rows by 256 columns. Eight threads process a row; a thread takes four
+// pieces of eight codes, 64 columns apart, so that neighbouring threads write adjacent vectors of 16 bytes. Bound by memory: 3
+// bytes per element of FP8, 2.6 of E2M1.
 #include "e8m0.cuh"
 
 namespace dlp {
@@ -17,9 +17,9 @@ constexpr int kRows = kThreads / kAcross;
 constexpr int kCodes = 8, kPieces = 4, kStep = kAcross * kCodes;
 constexpr int kCols = kPieces * kStep;
 
-// Reads codes and scales of an encoding: codes in pairs, the first code in the low bits. `Raw` is the stored form of a
-// scale. A scale is converted only after all loads of a thread are issued: with the conversion right after the load,
-// decoding MXFP8 took 139 us instead of 106 (dev/log.md).
+// Reads codes and scales of an encoding: codes in pairs, the first code in the low bits. `Raw` is the stored form of a scale. A
+// scale is converted only after all loads of a thread are issued, which is faster than a conversion right after each load
+// (dev/log.md).
 template <class F8>
 struct Bytes {
     static constexpr int kPerByte = 1;
@@ -53,7 +53,7 @@ struct E4m3Scale {
     }
 };
 
-// Eight adjacent codes of a row on their way to bf16.
+// Eight adjacent codes of a row, which are loaded, decoded and stored as bf16.
 template <class Codes>
 struct Piece {
     static constexpr int kBytes = kCodes / Codes::kPerByte;
@@ -61,7 +61,7 @@ struct Piece {
 
     alignas(8) uint8_t codes[kBytes];
 
-    // Loads min(valid, 8) codes, the rest is 0.
+    // Loads the first min(valid, 8) codes; the others are 0.
     __device__ void load(const uint8_t* from, uint32_t valid) {
         if (valid >= kCodes && reinterpret_cast<uintptr_t>(from) % kBytes == 0) {
             *reinterpret_cast<Vector*>(codes) = __ldcs(reinterpret_cast<const Vector*>(from));
@@ -121,7 +121,7 @@ void run(const DecodeJob& job, Stream stream) {
 
 }  // namespace
 
-// Scale blocks have a multiple of kCodes columns. E2M1: cols is even.
+// block_cols must be a multiple of kCodes; for E2M1, cols must be even.
 void decode(const DecodeJob& job, Encoding encoding, Stream stream) {
     DLP_CHECK_EQ(job.block_cols % kCodes, 0);
     DLP_CHECK_LE(job.rows, INT32_MAX);

@@ -6,9 +6,9 @@
 //   window = history[1], ..., history[L - 1], last;   history = 0, window[1], ..., window[L - 1]
 //   amax = max(window), or last;   scale = min(fl(target / amax), FLT_MAX) if amax is finite and > 0, else unchanged
 //
-// history [L, slots], rows of slots adjacent. A block of 32 warps processes 32 slots, one per lane; the warps divide
-// the L rows, and each warp moves its rows up by one. The last new row of a warp is the first row of the next warp,
-// read before a barrier.
+// history [L, slots] is contiguous. A block of 32 warps processes 32 slots, one per lane. The warps divide the L rows, and each
+// warp moves its rows by one: row i takes the value of row i + 1. The last row of a warp takes the value of the first row of
+// the next warp, which is read before a barrier.
 #include <cfloat>
 
 #include "jobs.cuh"

@@ -1,5 +1,5 @@
-// The scales of MXFP8 (OCP Microscaling Formats v1.0): a byte b means 2^(b - 127), 0xFF is NaN; there is neither zero nor sign.
-// Bitwise equal to reference.mx.
+// E8M0, the scales of MXFP8 (OCP Microscaling Formats v1.0): a byte b means 2^(b - 127), 0xFF is NaN; there is no zero and no
+// sign. Bitwise equal to reference.mx.
 #pragma once
 
 #include "fp8.cuh"
@@ -8,7 +8,7 @@ namespace dlp {
 
 template <class F8>
 constexpr float kFp8Largest = std::is_same_v<F8, E4m3> ? 448.0f : 57344.0f;
-// emax of OCP MX: the exponent of the largest binade.
+// emax of OCP MX: the exponent of the largest FP8 value.
 template <class F8>
 constexpr uint32_t kLargestExponent = std::is_same_v<F8, E4m3> ? 8 : 15;
 
@@ -22,7 +22,7 @@ __device__ uint32_t e8m0_from_amax(uint32_t bits) {
         return exponent == 0xFF ? 0xFF : max(exponent, kLargestExponent<F8>) - kLargestExponent<F8>;
     }
     const uint32_t v = __float_as_uint(__fmul_rn(__uint_as_float(bits), 1.0f / kFp8Largest<F8>));
-    const uint32_t exponent = v >> 23, exact = exponent ? 0 : 0x400000;  // denormals up to 2^-127, byte 0
+    const uint32_t exponent = v >> 23, exact = exponent ? 0 : 0x400000;  // denormals up to 2^-127 give byte 0
     return min(exponent + ((v & 0x7FFFFF) > exact), 0xFEu);
 }
 

@@ -7,8 +7,9 @@
 //   gated          h = gate * s(gate) * up,   s(g) = 1 / (1 + exp(-g))         reference.producers.swiglu
 //   to_gradients   dgate = dh * up * s * (1 + gate * (1 - s)),   dup = dh * gate * s     reference.producers.swiglu_backward
 //
-// Norms are IEEE arithmetic in a fixed order and equal their references bit for bit. SwiGLU does not: `expf` and the approximate
-// reciprocal depend on the device, so that results are reproducible on one device, and equal to the reference within a bound.
+// Norms use IEEE arithmetic in a fixed order and equal their references bit for bit. SwiGLU does not: `expf` and the
+// approximate reciprocal depend on the device. Its results are reproducible on one device, and equal the reference within a
+// bound.
 #pragma once
 
 #include "octet.cuh"
@@ -39,8 +40,8 @@ __device__ Octet<float> widened(const Octet<T>& x) {
     return out;
 }
 
-// Elements `first` to `first` + 7 of a vector as fp32; the vector is fp32 if `wide`, else bf16. min(valid, 8) are
-// loaded, the rest is 0. Weights and rstd are read by many blocks, so the loads may stay in the caches.
+// Elements `first` to `first` + 7 of a vector as fp32; the vector is fp32 if `wide`, else bf16. min(valid, 8) elements are
+// loaded, the others are 0. Many blocks read weights and rstd, so the caches may keep them.
 template <class T>
 __device__ Octet<float> load_cached(const T* from, int64_t valid) {
     if (valid < 8 || reinterpret_cast<uintptr_t>(from) % 16) return widened(load_octet(from, valid, false));
@@ -51,7 +52,7 @@ __device__ inline Octet<float> load_cached(const void* vector, bool wide, int64_
     return load_cached(static_cast<const __nv_bfloat16*>(vector) + first, valid);
 }
 
-// Stores min(valid, 8) elements. `aligned`: `to` is a multiple of 16 bytes.
+// Stores the first min(valid, 8) elements. `aligned`: the address `to` is a multiple of 16.
 template <class T>
 __device__ void store_values(T* to, const Octet<T>& x, int64_t valid, bool aligned) {
     if (aligned && valid >= 8) {
@@ -64,14 +65,14 @@ __device__ void store_values(T* to, const Octet<T>& x, int64_t valid, bool align
         if (i < valid) to[i] = T(x[i]);
 }
 
-// Stores an octet at a row and column of a contiguous matrix [.., cols] of any alignment.
+// Stores an octet at a row and column of a contiguous matrix with `cols` columns and any alignment.
 template <class T>
 __device__ void store_at(void* matrix, int64_t row, int64_t column, int64_t cols, const Octet<T>& x) {
     T* to = static_cast<T*>(matrix) + row * cols + column;
     store_values(to, x, cols - column, reinterpret_cast<uintptr_t>(to) % 16 == 0);
 }
 
-// Stores eight elements at a multiple of 16 bytes.
+// Stores eight elements; the address `to` must be a multiple of 16.
 template <class T>
 __device__ void store_octet(T* to, const Octet<T>& x) {
 #pragma unroll
@@ -95,8 +96,8 @@ __device__ Octet<T> layer_normed(const Octet<T>& x, float mean, float rstd, cons
     return rounded<T>(y);
 }
 
-// 1 / (1 + exp(-x)), to about two units in the last place; 0 where that would be subnormal. expf is not exact, so an
-// exact division would not make the result exact.
+// 1 / (1 + exp(-x)), to about two units in the last place; 0 where the result would be subnormal. The division is approximate,
+// because expf is not exact either.
 __device__ inline float sigmoid(float x) {
     float out;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(1.0f, expf(-x))));

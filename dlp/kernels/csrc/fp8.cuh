@@ -1,9 +1,8 @@
 // Scale of an amax, and FP8 codes of eight values: q = enc(fl(x * scale)), scale_inv = fl(1 / scale).
 //
-// Scale arithmetic is IEEE binary32, rounded to nearest even, with denormals: one wrong ulp in a scale changes codes at ties.
-// Hence the _rn intrinsics, which are never contracted or approximated. reference.fp8.scale_from_amax and reference.fp8
-// are the same in plain torch; the rule is that of Transformer Engine's compute_scale_from_amax
-// (common/recipe/recipe_common.cuh).
+// Scale arithmetic is IEEE binary32, rounded to nearest even, with denormals, because one wrong ulp in a scale changes codes at
+// ties. The code uses _rn intrinsics, which nvcc never contracts or approximates. Bitwise equal to reference.fp8; the rule for
+// scales is that of Transformer Engine's compute_scale_from_amax (common/recipe/recipe_common.cuh).
 #pragma once
 
 #include <cfloat>
@@ -22,8 +21,8 @@ __device__ inline float scale_from_amax(float amax, const ScaleRule& rule) {
     return rule.power_of_two ? __uint_as_float(__float_as_uint(scale) & 0x7F800000u) : scale;  // rounds down
 }
 
-// The scale of a job in two steps: `scale_source` loads the amax or the scale before a kernel issues its other loads,
-// `scale_of` uses it after them, so that its latency is hidden.
+// The scale of a job is computed in two steps, which hide the latency of the load: `scale_source` loads the amax or the scale
+// before the other loads of the kernel, and `scale_of` returns the scale after these loads.
 __device__ inline float scale_source(const TensorJob& job) { return job.scale ? *job.scale : *job.amax; }
 
 __device__ inline float scale_of(const TensorJob& job, float source, const ScaleRule& rule) {
@@ -33,13 +32,13 @@ __device__ inline float scale_of(const TensorJob& job, float source, const Scale
 template <class F8>
 constexpr __nv_fp8_interpretation_t kFormat = std::is_same_v<F8, E4m3> ? __NV_E4M3 : __NV_E5M2;
 
-// Two values -> two codes, the first in the low byte: to nearest even, saturating (Inf too), NaN -> 0x7F. One instruction.
+// Two values -> two codes, the first in the low byte: rounded to nearest even, saturating (also Inf), NaN -> 0x7F.
 template <class F8>
 __device__ uint32_t pack2(float a, float b) {
     return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kFormat<F8>);
 }
 
-// The value of a code; the values of two, the first in the low byte.
+// `unpack`: the value of a code. `unpack2`: the values of two codes, the first in the low byte.
 template <class F8>
 __device__ float unpack(uint8_t code) {
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, kFormat<F8>)));
@@ -54,7 +53,7 @@ __device__ uint32_t pack4(float a, float b, float c, float d) {
     return pack2<F8>(a, b) | pack2<F8>(c, d) << 16;
 }
 
-// A row of a patch times a scale -> eight codes.
+// A row of a patch (tile.cuh) times a scale -> eight codes.
 template <class F8, class T>
 __device__ uint2 encode_row(const Octet<T>& x, float scale) {
     float y[8];
@@ -77,14 +76,14 @@ __device__ inline bool codes_aligned(const uint8_t* codes, int64_t rows, int64_t
     return (rows <= 1 || cols % 8 == 0) && reinterpret_cast<uintptr_t>(codes) % 8 == 0;
 }
 
-// Stores min(valid, 8) of 8 codes byte by byte; none if `valid` is negative.
+// Stores the first min(valid, 8) of eight codes byte by byte; none if `valid` is negative.
 __device__ inline void store_bytes(uint8_t* to, uint2 codes, int64_t valid) {
     const uint64_t bytes = uint64_t(codes.y) << 32 | codes.x;
 #pragma unroll 1
     for (int i = 0; i < min(valid, int64_t(8)); ++i) to[i] = uint8_t(bytes >> 8 * i);
 }
 
-// Stores min(valid, 8) of 8 codes. `aligned`: `to` is a multiple of 8 bytes.
+// Stores the first min(valid, 8) of eight codes. `aligned`: the address `to` is a multiple of 8.
 __device__ inline void store_octet(uint8_t* to, uint2 codes, int64_t valid, bool aligned) {
     if (aligned && valid >= 8)
         *reinterpret_cast<uint2*>(to) = codes;

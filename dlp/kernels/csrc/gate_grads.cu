@@ -2,16 +2,15 @@
 //
 //   dgate = dh * up * s * (1 + gate * (1 - s)),   dup = dh * gate * s,   s = 1 / (1 + exp(-gate));   rounded to bf16, then cast
 //
-// 10 bytes per element (6 read, 4 written), where a kernel that stores both gradients and two casts need 18 bytes. The codes
-// are those of swiglu_backward and cast_transpose.cu or cast_block_1d.cu, one after the other.
+// Memory traffic is 10 bytes per element (6 read, 4 written); a kernel that stores both gradients, and two casts, would need
+// 18. The codes are bitwise equal to those of swiglu_backward followed by cast_transpose.cu or cast_block_1d.cu.
 //
 // Grid: one 128x128 tile per block of 256 threads, which computes the tile of dgate in registers and keeps the tile of
-// dup in shared memory, in place of up. Shared memory: transposed codes 16,384 bytes, dup 32,768, then
-// block_lines.cuh's 5,632 or 64. Two blocks per SM: three would spill registers (435 us instead of 371 with block
-// scales, dev/log.md).
+// dup in shared memory, in place of up. Shared memory: transposed codes 16,384 bytes, dup 32,768, then 5,632 for block scales
+// (block_lines.cuh), or 64 for one scale per tensor. Two blocks per SM: with three, registers would spill.
 //
-// Input: rows and cols multiples of 128, rows aligned to 16 bytes. An earlier version that also handled partial tiles
-// caused unexplained illegal memory accesses in tests (dev/log.md).
+// Input: rows and cols must be multiples of 128, and rows must be aligned to 16 bytes. For other matrices gate_grads.py runs
+// two separate casts.
 #include "block_lines.cuh"
 #include "transpose.cuh"
 
@@ -28,7 +27,7 @@ __device__ Tile<T, Job> tile_of(const Job& job, uint32_t number) {
     return {&job, number / wide, number % wide, true, true};
 }
 
-// `gate` becomes the patch of dgate; the patch of dup replaces the copy of up in shared memory.
+// Computes both gradients of this thread's patch: dgate in `gate`, and dup in shared memory, in place of the copy of up.
 template <class Tile>
 __device__ void read_gradients(const SwigluGradJob& from, const Tile& tile, Octet<T> (&gate)[kPatch], const DupStage& dup_stage) {
     dup_stage.start(static_cast<const T*>(from.up) + tile.row() * from.up_stride + tile.col(), from.up_stride);
@@ -93,7 +92,7 @@ int64_t tiles_of(const Matrix& x) {
 
 }  // namespace
 
-// `observe`: both jobs have `staging`; else neither has.
+// `observe`: true if both jobs have `staging`, false if neither job has `staging`.
 void cast_gate_grads(const GateGradsJob<TensorJob>& job, Code code, const ScaleRule& rule, bool observe, Stream stream) {
     constexpr size_t shared = ColumnWriter::kBytes + DupStage::kBytes + 2 * kTileWarps * sizeof(uint32_t);
     with_code(code, [&](auto f8) {

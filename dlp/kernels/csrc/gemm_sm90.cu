@@ -1,32 +1,32 @@
 // D = A @ B.T of FP8 codes with fp32 scales: one scale per 1x128 block of A and per 128x128 tile of B, contraction last.
 //
 // A persistent, warp-specialized kernel. A tile of D is 128 x 192. Two blocks of a cluster compute a pair of tiles, one below
-// the other, with the same lines of B: each block loads half of the lines and multicasts them to both blocks. One
-// cluster per pair of SMs stays resident, and walks over the pairs of tiles. Roles of the 12 warps of a block (384
-// threads; registers per thread):
+// the other, with the same lines of B: each block loads half of the lines of B and multicasts them to both blocks. One cluster
+// per pair of SMs stays resident, and processes pairs of tiles one after the other. Roles of the 12 warps of a block (384
+// threads); in parentheses, registers per thread:
 //
 //     warps 0-3, 4-7   consumer warpgroups (240)   64 lines of the tile each, as two products of 64 x 96 (wgmma m64n96k32);
-//                                                  they store their sums themselves: there is no warp for stores
-//     warp  8          producer of codes    (24)   one lane starts TMA copies: A [128, 128], and its half of B [192, 128]
+//                                                  these warps also store the result
+//     warp  8          producer of codes    (24)   one lane starts TMA copies: A [128, 128], and half of B [192, 128]
 //     warp  9          producer of scales   (24)   one lane starts bulk copies
 //     warps 10, 11     none                 (24)   present because setmaxnreg applies to whole warpgroups
 //
-// Shared memory, from a multiple of 1024 bytes on, for a ring of five stages, each 128 of the contraction:
+// Shared memory, beginning at a multiple of 1024 bytes, for a ring of five stages; a stage is 128 elements of the contraction:
 //
 //          0   5 x 40960   codes: A 128 lines of 128 bytes, B 192 lines, in the 128-byte swizzle
 //     204800   5 x   544   scales: of 128 rows of A (512), of two tiles of B times four stages (32)
 //     207520   5 x     8   full[stage]    a phase ends when all bytes of the stage have arrived: 1 arrival, of the producer
-//     207560   5 x     8   empty[stage]   a phase ends when no thread reads the stage: 16 arrivals, of the 8 consumer warps of both
-//                                         blocks, since the lines of B that a block loads go to both
+//     207560   5 x     8   empty[stage]   a phase ends when no thread reads the stage: 16 arrivals, of the 8 consumer warps of
+//                                         both blocks, because the lines of B that a block loads go to both
 //
-// The tensor core sums 128 products to some 14 bits. Then the accumulator is promoted, that is, multiplied by both
-// scales and added to fp32 registers, while the tensor core works on the other accumulator:
+// The tensor core sums 128 products to about 14 bits. Then the accumulator is promoted, that is, multiplied by both scales and
+// added to fp32 registers, while the tensor core works on the other accumulator:
 //
 //     tensor core    left half of stage k │ right half of k │ left half of k + 1 │ right half of k + 1
 //     fp32 units                          │ promote left k  │ promote right k    │ promote left k + 1
 //                                                           └► empty[k]
 //
-// Under a steady load power limits this kernel; dev/log.md lists other designs that were measured.
+// Under continuous load the power limit of the GPU bounds this kernel; dev/log.md lists other designs that were measured.
 #include "gemm_tile.cuh"
 
 namespace dlp {
@@ -42,15 +42,15 @@ constexpr uint32_t kScalesA = kTileM * sizeof(float), kScalesB = 2 * sizeof(floa
 constexpr uint32_t kAlignment = 1024;    // alignment of the swizzle
 constexpr uint32_t kShared = kAlignment + kStages * (kStage + kScales + 2 * sizeof(uint64_t));
 static_assert(kStage == 40960 && kScales == 544, "as drawn above");
-static_assert(kShared <= 232448, "a block's share");
+static_assert(kShared <= 232448, "shared memory of a block");
 
 struct Problem {
     BlockGemmJob job;
-    int blocks, pairs_down, pairs_across;  // number of stages (128 of the contraction each); number of tiles
+    int blocks, pairs_down, pairs_across;  // number of stages of the contraction; of pairs of tiles down and across D
 };
 
-// Order of tiles. Groups of kGroup pairs of rows are processed column by column, so that concurrent blocks
-// share lines of A and B in L2.
+// Order of tiles. Groups of kGroup rows of pairs are processed column by column, so that concurrent blocks share lines of A and
+// B in L2.
 struct Tiles {
     const Problem& p;
     int next_pair, row = 0, col = 0;
@@ -79,8 +79,8 @@ struct Shared {
     __device__ Barrier empty(int stage) const { return {full(kStages).at + 8 * stage}; }
 };
 
-// Bytes of scales of a stage, without lines after the last line. A stage loads the scales of B for four stages and one or two
-// tiles.
+// Bytes of the scales that a stage loads, without lines after the last line. A stage loads scales of B for four stages, of the
+// one or two 128-column tiles that the 192 columns overlap.
 __device__ inline uint32_t bytes_of_a(const Problem& p, int row) {
     return sizeof(float) * max(0, min(kTileM, int(p.job.a_scale_lines) - row));
 }
@@ -104,7 +104,7 @@ __device__ inline void produce_codes(const Problem& p, Shared shared, const CUte
     }
 }
 
-// Scales of A are stored in the order of stages, block after block.
+// Copies the scales. `a` points to the scales of the rows for the current stage.
 __device__ inline void produce_scales(const Problem& p, Shared shared, int rank) {
     const bool leader = elected();
     Ring<kStages> ring;
@@ -127,7 +127,7 @@ __device__ inline void produce_scales(const Problem& p, Shared shared, int rank)
     }
 }
 
-// Scales that a thread needs in a stage: scales of two rows, and of three times 64 columns.
+// Scales that a thread needs in a stage: of two rows, and of three groups of 64 columns.
 struct StageScales {
     float a[2], b[kTileN / 64];
 
@@ -199,9 +199,9 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
         for (int i = 0; i < kSums; ++i) sums[0][i] = sums[1][i] = 0.0f;
         shared.full(ring.stage).wait(ring.parity);
         start(0, ring.stage);
-        // 128 of the contraction: the first product is running, and the first product of the next block begins before
-        // the second product is promoted. The order matters to ptxas (dev/log.md): look for C7514 in its report, which
-        // says that products wait for each other.
+        // Computes 128 elements of the contraction. At the beginning the first product is running, and the first product of the
+        // next block begins before the second product is promoted. In another order of these statements, ptxas may serialize
+        // the products, which it reports as C7514 (dev/log.md).
         const auto block = [&](int number, auto last) {
             const int stage = ring.stage;
             ring.advance();

@@ -1,32 +1,35 @@
 // D = sum over i of scale_i A_i @ B_i.T, i < 4, of FP8 codes with one fp32 scale per operand, contraction last: the dgrads of
 // siblings in one launch. The sum stays in registers, and is rounded and stored once.
 //
-// A persistent, warp-specialized kernel. The blocks of a cluster compute two tiles of D [256, 128] side by side, with the
-// same lines of A: each block loads half of the lines of A and multicasts them to both blocks. One cluster per pair of
-// SMs stays resident, and walks over the pairs of tiles. Roles of the 12 warps of a block (384 threads; registers per thread):
+// A persistent, warp-specialized kernel. The blocks of a cluster compute two tiles of D [256, 128] side by side, with the same
+// lines of A: each block loads half of the lines of A and multicasts them to both blocks. One cluster per pair of SMs stays
+// resident, and processes pairs of tiles one after the other. Roles of the 12 warps of a block (384 threads); in parentheses,
+// registers per thread:
 //
 //     warps 0-3, 4-7   consumer warpgroups (240)   128 lines of the tile each, as two products of 64 x 128 (wgmma m64n128k32)
-//     warp  8          producer            (24)    one lane starts TMA copies: its half of A [256, 128], and B [128, 128]
+//     warp  8          producer            (24)    one lane starts TMA copies: half of A [256, 128], and B [128, 128]
 //     warps 9-11       none                (24)    present because setmaxnreg applies to whole warpgroups
 //
-// Shared memory, from a multiple of 1024 bytes on, for a ring of four stages, each 128 of the contraction of one term. The ring
-// goes on from term to term and from tile to tile:
+// Shared memory, beginning at a multiple of 1024 bytes, for a ring of four stages; a stage is 128 elements of the contraction
+// of one term. The ring continues from term to term and from tile to tile:
 //
 //          0   4 x 49152   codes: A 256 lines of 128 bytes, B 128 lines, in the 128-byte swizzle
 //     196608   4 x     8   full[stage]    a phase ends when all bytes of the stage have arrived: 1 arrival, of the producer
-//     196640   4 x     8   empty[stage]   a phase ends when no thread reads the stage: 16 arrivals, of the 8 consumer warps of both
-//                                         blocks, since the lines of A that a block loads go to both
+//     196640   4 x     8   empty[stage]   a phase ends when no thread reads the stage: 16 arrivals, of the 8 consumer warps of
+//                                         both blocks, because the lines of A that a block loads go to both
 //     196672   4 x     4   fl(a_scale * b_scale) of each term
 //
-// The tensor core sums 128 products to some 14 bits. Then the accumulator (64 registers) is promoted, that is, multiplied by the
-// scale and added to fp32 sums (128 registers). A second accumulator would need 256 registers, so the two warpgroups alternate:
+// The tensor core sums 128 products to about 14 bits. Then the accumulator (64 registers) is promoted, that is, multiplied by
+// the scale and added to fp32 sums (128 registers). A second accumulator would need 256 registers, so the two warpgroups
+// alternate:
 //
 //     tensor core    first half, group 0 │ first half, group 1 │ second half, group 0 │ second half, group 1
 //     group 0                            │ promote             │                      │ promote
 //     group 1                                                  │ promote              │                      │ promote
 //
-// A tile of 256 x 128 reads 6144 bytes of shared memory per 64 x 128 x 32 products, 10 % less per product than 64 x 96; and
-// pairs of 256 x 256 divide powers of two, so that few SMs idle in the last wave.
+// With tiles of 256 x 128, the tensor core reads 6144 bytes of shared memory per 64 x 128 x 32 products, which is less per
+// product than with products of 64 x 96. Sizes that are powers of two divide into pairs of 256 x 256, so that few SMs are idle
+// in the last wave.
 //
 // The bits of a row of D depend neither on the number of rows nor on the position of the row.
 #include "gemm_tile.cuh"
@@ -44,13 +47,13 @@ constexpr uint32_t kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK, kStage 
 constexpr uint32_t kAlignment = 1024;      // alignment of the swizzle
 constexpr uint32_t kShared = kAlignment + kStages * (kStage + 2 * sizeof(uint64_t)) + kSumTerms * sizeof(float);
 static_assert(kStage == 49152, "as drawn above");
-static_assert(kShared <= 232448, "a block's share");
+static_assert(kShared <= 232448, "shared memory of a block");
 
 struct Problem {
     GemmSumJob job;
     const float* scales[kSumTerms][2];
-    int blocks[kSumTerms];       // stages (128 of the contraction) of a term
-    int pairs_down, pairs_across;
+    int blocks[kSumTerms];       // number of stages of each term
+    int pairs_down, pairs_across;  // number of pairs of tiles down and across D
 };
 struct Maps {
     CUtensorMap a[kSumTerms], b[kSumTerms];
@@ -94,7 +97,7 @@ __device__ inline void produce(const Problem& p, Shared shared, const Maps& maps
                 shared.empty(ring.stage).wait(ring.parity ^ 1);
                 if (!leader) continue;
                 const Barrier full = shared.full(ring.stage);
-                full.expect(kStage);  // of A from both blocks; a box outside of the matrix has all bytes, zeros
+                full.expect(kStage);  // A arrives from both blocks; boxes outside of the matrix count with all bytes, as zeros
                 const int line = rank * kLines;
                 copy_tile_to((1 << kCluster) - 1, shared.a(ring.stage) + line * kTileK, &maps.a[term], x, tiles.row + line, full);
                 copy_tile(shared.b(ring.stage), &maps.b[term], x, tiles.col, full);
@@ -138,8 +141,9 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
                 const uint64_t a = a_first + ring.stage * (kStage >> 4), b = b_first + ring.stage * (kStage >> 4);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    // For the second half the wait is over at once, but ptxas does not move the promotion of the first half
-                    // below a loop. It would move the promotion below the turn, where the tensor core waits for it.
+                    // For the second half this wait returns at once. It is a loop, below which ptxas does not move the
+                    // promotion of the first half. Without the loop, ptxas would move the promotion below `await_turn`, where
+                    // the tensor core would wait for it.
                     shared.full(ring.stage).wait(ring.parity);
                     await_turn(group);
                     products_begin();
@@ -161,7 +165,7 @@ __device__ void consume(const Problem& p, Shared shared, int group, int rank) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) store<Out>(p.job, sums[half], tiles.row + row + half * kHalf, tiles.col);
     }
-    if (group == 0) await_turn(0);  // the last turn of the other warpgroup
+    if (group == 0) await_turn(0);  // waits for the last turn of the other warpgroup
 }
 
 template <class A, class Out>

@@ -1,5 +1,5 @@
-// Parts that both Hopper GEMMs of FP8 codes share: tensor maps, the number of resident clusters, and the store of a row in bf16.
-// The loops over the contraction are not shared: a common source changed the order of instructions, which cost 8 %.
+// Code that both Hopper GEMMs of FP8 codes share: tensor maps, the number of resident clusters, and the store of a row in bf16.
+// The loops over the contraction are not shared: a common source changes the order of instructions, and is slower.
 #pragma once
 
 #include "hopper.cuh"
@@ -8,7 +8,8 @@ namespace dlp {
 
 constexpr int kTileK = 128;  // codes along the contraction in a stage, one line of the 128-byte swizzle
 
-// Exchange between two lanes: afterwards the first lane has both values a, and the second lane has both values b.
+// Exchange between two lanes that differ by `distance`: afterwards the first lane has both values of a, and the lane with
+// `second` has both values of b.
 __device__ inline void exchange(uint32_t& a, uint32_t& b, bool second, int distance) {
     const uint32_t other = __shfl_xor_sync(~0u, second ? a : b, distance);
     if (second) a = other;
@@ -51,7 +52,8 @@ inline Encode encode() {
     return found;
 }
 
-// Codes [lines, along], copied in boxes of [box, 128]; elements outside are 0. `stride`: bytes between lines.
+// Tensor map of codes [lines, along], which are copied in boxes of [box, 128]; elements outside of the matrix are 0. `stride`:
+// bytes between lines.
 inline CUtensorMap tensor_map(const uint8_t* codes, int64_t lines, int64_t along, int64_t stride, int box) {
     const cuuint64_t sizes[] = {cuuint64_t(along), cuuint64_t(lines)}, strides[] = {cuuint64_t(stride)};
     const cuuint32_t boxes[] = {kTileK, cuuint32_t(box)}, steps[] = {1, 1};
@@ -63,7 +65,7 @@ inline CUtensorMap tensor_map(const uint8_t* codes, int64_t lines, int64_t along
     return map;
 }
 
-// Number of clusters that run at the same time.
+// Number of clusters that are resident at the same time on the current device.
 template <auto kKernel, int kCluster>
 int resident_clusters(cudaLaunchConfig_t config) {
     static std::array<int, kMaxDevices> resident{};

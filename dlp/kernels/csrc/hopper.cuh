@@ -1,6 +1,6 @@
-// PTX of Hopper without intrinsics in CUDA C++: mbarriers in shared memory, bulk and tensor (TMA) copies, clusters, register
-// reallocation, and WGMMA. Only the Hopper GEMMs use this header. Sections of the PTX ISA: "mbarrier", "cp.async.bulk.tensor",
-// "wgmma".
+// PTX instructions of Hopper that have no intrinsics in CUDA C++: mbarriers in shared memory, bulk and tensor (TMA) copies,
+// clusters, register reallocation, and WGMMA. Only the Hopper GEMMs use this header. See the PTX ISA, sections "mbarrier",
+// "cp.async.bulk.tensor" and "wgmma".
 #pragma once
 
 #include <cuda.h>
@@ -13,8 +13,8 @@ namespace dlp {
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
-// An mbarrier in shared memory, by its address. A phase ends when `arrivals` threads and all expected bytes have
-// arrived. `wait` takes the parity of the phase: 0 for the first, then 1, 0, ...
+// An mbarrier at the shared-memory address `at`. A phase ends when `arrivals` threads and all expected bytes have arrived.
+// `wait` waits for the end of the phase with this parity: 0 for the first phase, then 1, 0, ...
 struct Barrier {
     uint32_t at;
 
@@ -28,11 +28,11 @@ struct Barrier {
             "r"(parity)
             : "memory");
     }
-    __device__ void expect(uint32_t bytes) const {  // one arrival, which expects so many bytes of copies
+    __device__ void expect(uint32_t bytes) const {  // one arrival, which adds to the expected bytes of the phase
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
     }
-    // Arrives at the barrier with the same address in block `rank` of this cluster: "this block has read the stage".
-    // Only reads must be ordered before the arrival, so the instruction has no `.release.cluster`, which would cost a
+    // Arrives at the barrier with the same address in block `rank` of this cluster, which signals that this thread has read the
+    // stage. Only reads must be ordered before the arrival, so the instruction has no `.release.cluster`, which would cost a
     // fence of all memory each time.
     __device__ void arrive_at(uint32_t rank) const {
         asm volatile(
@@ -42,8 +42,8 @@ struct Barrier {
     }
 };
 
-// A position in the ring of stages that one warp fills and others empty: the stage, and the parity of its barrier's current
-// phase.
+// A position in the ring of stages, which one warp fills and other warps read: the stage, and the parity of the current phase
+// of the barriers of the stage.
 template <int kStages>
 struct Ring {
     int stage = 0;
@@ -54,8 +54,8 @@ struct Ring {
     }
 };
 
-// True in one lane of a converged warp. Unlike for `lane == 0`, the compiler knows for elect.sync that one lane takes
-// the branch; for `lane == 0` the compiler puts a loop around each copy in the branch.
+// True in one lane of a converged warp. With elect.sync the compiler knows that one lane takes the branch; with `lane == 0` the
+// compiler would put a loop around each copy in the branch.
 __device__ inline bool elected() {
     uint32_t chosen;
     asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
@@ -101,12 +101,12 @@ __device__ inline void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Order of two warpgroups by named barriers. `await_turn` returns after the other warpgroup's `pass_turn` with the same number.
-// Barrier 0 is __syncthreads.
+// Two warpgroups take turns by named barriers: `await_turn` returns after the other warpgroup has called `pass_turn` with the
+// same number. Turn n uses barrier n + 1, because barrier 0 is __syncthreads.
 __device__ inline void await_turn(int number) { asm volatile("bar.sync %0, 256;" ::"r"(number + 1) : "memory"); }
 __device__ inline void pass_turn(int number) { asm volatile("bar.arrive %0, 256;" ::"r"(number + 1) : "memory"); }
 
-// WGMMA. Both operands lie in shared memory, K-major, as lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
+// WGMMA. Both operands are in shared memory, K-major, as lines of 128 bytes in the 128-byte swizzle, aligned to 1024 bytes.
 // The matrix descriptor: bits 0-13 address / 16, 16-29 leading offset (1, unused with this swizzle), 32-45 stride offset / 16
 // = 64, from eight lines to the next eight, 62-63 = 1, the 128-byte swizzle. A step of 32 bytes along the lines adds 2.
 __device__ inline uint64_t descriptor(uint32_t address) { return uint64_t(0x40000040) << 32 | 1 << 16 | address >> 4; }
@@ -114,11 +114,11 @@ __device__ inline uint64_t descriptor(uint32_t address) { return uint64_t(0x4000
 __device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
-__device__ inline void wait_products() {  // until at most kPending groups are in flight
+__device__ inline void wait_products() {  // waits until at most kPending groups are in flight
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d (+)= A [64, 32] @ B [96, 32].T, by a warpgroup; `add`: +=. A is E4M3 or E5M2, B is E4M3.
+// d = A [64, 32] @ B [96, 32].T, or d += the product if `add`, by a warpgroup. A is E4M3 or E5M2, B is E4M3.
 template <class A>
 __device__ inline void multiply(float (&d)[48], uint64_t a, uint64_t b, bool add) {
 #define DLP_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -145,7 +145,7 @@ __device__ inline void multiply(float (&d)[48], uint64_t a, uint64_t b, bool add
     }
 }
 
-// d (+)= A [64, 32] @ B [128, 32].T, as above.
+// The same for B [128, 32].
 template <class A>
 __device__ inline void multiply(float (&d)[64], uint64_t a, uint64_t b, bool add) {
     if constexpr (std::is_same_v<A, E4m3>) {

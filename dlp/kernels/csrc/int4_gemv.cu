@@ -1,12 +1,14 @@
-// Few tokens times int4 weights with a scale per group: y[m, n] = sum over k of x[m, k] * (code[n, k] - zero[n, group]) *
+// Few tokens times int4 weights with one scale per group: y[m, n] = sum over k of x[m, k] * (code[n, k] - zero[n, group]) *
 // scale_inv[n, group], for at most 8 rows of x in bf16. Equal to reference.gemm.gemm_int4_group within a bound: products are
 // exact, tensor cores sum the 32 products of a chunk, and all other sums are fp32 in a fixed order.
 //
-// A chunk is 32 codes of a row, 16 bytes, the load of a lane. A span is four chunks. A tensor core multiplies 16 rows of the
-// weight by 8 columns; column 4 i + j holds chunk j of token i and zeros elsewhere, so that each chunk of two tokens has a sum
-// of its own, which is multiplied by the scale of the chunk's group. More tokens take further passes over decoded codes.
+// A chunk is 32 codes of a row (16 bytes), which one lane loads. A span is four chunks. A tensor core multiplies 16 rows of the
+// weight by 8 columns. Column 4 i + j contains chunk j of token i, and zeros for the other chunks, so that the sum of each
+// chunk of two tokens is separate, and is multiplied by the scale of the group of the chunk. More than two tokens are
+// multiplied in further products with the same decoded codes (kPasses).
 //
-//   lane 4 g + t    codes of rows g and g + 8, chunk t; x of column g if that column holds chunk t; sums of columns 2 t, 2 t + 1
+//   lane 4 g + t    codes of rows g and g + 8, chunk t; x of column g if this column contains chunk t; sums of columns 2 t and
+//                   2 t + 1
 //
 // Grid: a block of eight warps computes 16 rows; warp w takes spans w, w + 8, ... and keeps kDepth spans in flight. The sums of
 // the warps are added in the order of the warps. Bound by memory: half a byte per code.
@@ -25,32 +27,33 @@ __device__ inline void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ inline uint32_t plus(uint32_t pair, uint32_t other) {  // of two bf16; exact, as all values are small integers
+__device__ inline uint32_t plus(uint32_t pair, uint32_t other) {  // adds bf16 pairs; exact, as all values are small integers
     const uint32_t one = 0x3F803F80u;
     const auto of = [](const uint32_t& word) -> const __nv_bfloat162& { return reinterpret_cast<const __nv_bfloat162&>(word); };
     const __nv_bfloat162 sum = __hfma2(of(pair), of(one), of(other));
     return reinterpret_cast<const uint32_t&>(sum);
 }
 
-// Codes i and i + 4 of a word of eight, as bf16. Stored codes count from -8: with the exponent of 128 a stored code is 128 + 8 +
-// code.
+// Codes i and i + 4 of a word of eight codes, as bf16. A stored code is code + 8. As the low bits of the bf16 number 128 it
+// gives 128 + 8 + code, from which 136 is subtracted.
 __device__ inline uint32_t decoded(uint32_t word, int i) {
-    uint32_t pair;  // (shifted & mask) | exponent; written in C++, nvcc 13.0 takes two instructions
+    uint32_t pair;  // (shifted & mask) | exponent in one instruction; nvcc 13.0 would generate two from C++
     asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(pair) : "r"(word >> 4 * i), "r"(0x000F000Fu), "r"(0x43004300u));
     return plus(pair, 0xC308C308u);
 }
 
-// Positions of a lane, in vectors of 16 bytes and in scales. Chunks behind the last are read as the last, and x is then 0.
+// Positions of the loads of a lane. For chunks after the last chunk, the codes of the last chunk are read, and x is 0.
 struct Lane {
-    uint32_t codes[2], groups[2];  // of the first chunk of each row
-    uint32_t last;                 // chunk of the contraction
-    uint32_t log2;                 // chunks_log2
-    uint32_t chunk, pair;          // in a span: of the codes, and the first of the sums
-    uint32_t x;                    // of the token of the lane's column in the first pass
-    int tokens;                    // from this token on; 0 if the column does not hold the lane's chunk
+    uint32_t codes[2], groups[2];  // beginning of the lane's two rows: in vectors of 16 bytes of codes, and in scales
+    uint32_t last;                 // index of the last chunk of a row
+    uint32_t log2;                 // chunks_log2 of the job
+    uint32_t chunk, pair;          // within a span: chunk of the lane's codes, and first of the chunks of the lane's two sums
+    uint32_t x;                    // row of x of the lane's column in the first pass, in vectors of 16 bytes
+    int tokens;                    // number of tokens from this row on; 0 if the column does not contain the lane's chunk
 };
 
-// What a lane loads of a span: codes of two rows, the scales of its sums, and the zero points of its codes, negative, as bf16.
+// The part of a span that a lane loads: codes of two rows, the scales of the lane's sums, and the negated zero points of the
+// codes as pairs of bf16.
 template <bool kZeros>
 struct Span {
     uint4 codes[2];
@@ -73,8 +76,8 @@ struct Span {
     }
 };
 
-// Adds a span to the sums of two rows. Word i of a chunk is codes 8 i to 8 i + 7. Loads of x for kAhead words of all passes are
-// issued together.
+// Adds the products of a span to the sums of two rows. Word i of a chunk has codes 8 i to 8 i + 7. The loads of x for kAhead
+// words are issued together, for all passes.
 template <int kPasses, bool kZeros>
 __device__ __forceinline__ void take(const Int4Job& job, const Span<kZeros>& loaded, uint32_t span, const Lane& lane, float (&sum)[kPasses][2]) {
     const uint32_t chunk = span * kChunks + lane.chunk;
@@ -173,7 +176,7 @@ void run(const Int4Job& job, Stream stream) {
 
 }  // namespace
 
-// x and codes are at multiples of 16 bytes; cols is a multiple of 32, and at least 32.
+// The addresses of x and codes are multiples of 16; cols is a multiple of 32, and at least 32.
 void int4_gemv(const Int4Job& job, Stream stream) {
     DLP_CHECK_EQ((reinterpret_cast<uintptr_t>(job.x) | reinterpret_cast<uintptr_t>(job.codes)) % 16, 0u);
     DLP_CHECK_EQ(job.cols % kChunk, 0);

@@ -5,9 +5,8 @@
 
 namespace dlp {
 
-// Job with the largest `first` <= item. All lanes of a warp search together and compare 32 jobs at once, so that a
-// table of a thousand jobs takes two dependent loads; a binary search would take ten. Converged warps call this
-// function.
+// The job with the largest `first` <= item. All lanes of a warp search together and compare 32 jobs at once, so that a table of
+// a thousand jobs takes two dependent loads; a binary search would take ten. All lanes of the warp must call this function.
 template <class Job>
 __device__ const Job* find_job(const Work<Job>& work, int64_t item) {
     if (!work.many) return &work.one;

@@ -3,14 +3,14 @@
 //
 // A job is one matrix with the requested outputs. Each field is one 64-bit word, so that Python passes a job as a tuple of
 // integers in the order of the fields (dlp/kernels/cuda*.py). Kernels over `Work<Job>` take one job by value, or a table of
-// jobs in device memory: one launch casts all weights of a model. A null pointer means that an output is not requested.
+// jobs in device memory, so that one launch casts all weights of a model. A null pointer means that an output is not requested.
 //
 // Conventions of the comments below:
 //   [rows, cols]   rows of adjacent columns. Outputs are contiguous, inputs have a `stride` between rows, in elements.
 //   `..._t`        output of the transposed matrix: columnwise copies are stored transposed, with the contraction last.
 //   scale          multiplier of values in a cast; `scale_inv`, which is stored, is the multiplier of codes in decoding.
 //   flag           fp32 []: becomes NaN if a value of the matrix is not finite. Null: no check.
-//   addresses      words of a struct that are device pointers, which a captured program exchanges (steps.h).
+//   addresses      words of a struct that are device pointers, which a replay of captured launches replaces (steps.h).
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 
 namespace dlp {
 
-// Mask of words, counted from 0. A Matrix takes words 0 to 4; word 0 is the address.
+// Bit mask of the words with these indices. A Matrix takes words 0 to 4; word 0 is the address.
 template <class... Index>
 constexpr uint32_t words(Index... index) {
     return (0u | ... | (1u << index));
@@ -27,7 +27,7 @@ constexpr uint32_t words(Index... index) {
 struct Matrix {
     const void* data;         // [rows, cols] of bf16, or of fp32 (codes: see CodesJob)
     int64_t rows, cols, stride;
-    int64_t first;            // number of this job's first piece of work (tile, chunk), counted over the table
+    int64_t first;            // pieces of work (tiles, chunks) of the previous jobs of the table
 };
 
 struct AmaxJob {              // out = max |x|
@@ -48,7 +48,7 @@ struct TensorJob {            // FP8, one scale for the tensor
     static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11);
 };
 
-struct BlockJob {             // FP8, a scale for every 1x128 or 128x128 block (fp32), or 1x32 or 32x32 (E8M0)
+struct BlockJob {             // FP8, one fp32 scale per 1x128 or 128x128 block, or one E8M0 scale per 1x32 or 32x32 block
     Matrix x;
     uint8_t* codes;           // [rows, cols]
     void* scale;              // of `codes`; for the layout see BlockScales and ScaleBytes
@@ -58,7 +58,7 @@ struct BlockJob {             // FP8, a scale for every 1x128 or 128x128 block (
     static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9);
 };
 
-struct LinesJob {             // max |x| of every row and column, by atomic max: the caller sets the outputs to 0 before
+struct LinesJob {             // max |x| of every row and column, by atomic max: the caller first sets the outputs to 0
     Matrix x;
     float* amax;              // [rows]
     float* amax_t;            // [cols]
@@ -80,7 +80,7 @@ struct RowwiseJob {           // FP8, one scale per row of `codes` and of `codes
 struct RhtAmaxJob {           // max |x|, and max |x| after the Hadamard transform of 16 rows of each column
     Matrix x;
     float* out;               // []
-    float* out_t;             // [], the word behind `out`
+    float* out_t;             // [], the word after `out` in memory
     static constexpr uint32_t addresses = words(0, 5, 6);
 };
 
@@ -92,14 +92,14 @@ struct Nvfp4Job {             // E2M1 codes, two per byte; one E4M3 scale per 1x
     float* amax_out;          // []: becomes the amax stored with the codes, `amax` or 1.75 times `amax` (four over six)
     uint8_t* codes_t;         // [cols, rows / 2]
     uint8_t* scale_t;         // [cols, rows / 16], or [cols / 16, rows / 16]
-    const float* amax_t;      // [], of x.T as it is quantized: with the transform, after it
+    const float* amax_t;      // [], of x.T; after the Hadamard transform if x.T is transformed
     float* amax_t_out;
     float* flag;
     static constexpr uint32_t addresses = words(0, 5, 6, 7, 8, 9, 10, 11, 12, 13);
 };
 
 struct AlphaJob {             // alpha, by which an NVFP4 GEMM multiplies its sums
-    const float* a_amax;      // [], of the copies that are multiplied
+    const float* a_amax;      // [], stored with the operand A
     const float* b_amax;      // []
     float* out;               // []
     static constexpr uint32_t addresses = words(0, 1, 2);
@@ -113,14 +113,14 @@ struct RoundJob {             // fp32 rounded to bf16; both addresses are multip
 };
 
 struct PhiloxState {          // random bits of one orientation, by position in the unsharded matrix (reference/fp4.py)
-    const int64_t* counter;   // [], of microbatches; null: rounds to nearest
-    int64_t row;              // row and block of 16 of the unsharded matrix
-    int64_t first;            // at which this matrix starts
+    const int64_t* counter;   // [], number of the microbatch; null: round to nearest
+    int64_t row;              // row of the unsharded matrix at which this matrix starts
+    int64_t first;            // block of 16 columns of the unsharded matrix at which this matrix starts
     int64_t across;           // blocks of 16 in a row of the unsharded matrix
-    uint32_t orientation, seed, tensor;  // rowwise or columnwise; the key
+    uint32_t orientation, seed, tensor;  // rowwise or columnwise; seed and tensor are the Philox key
 };
 
-struct CodesJob {             // codes to be transposed, one byte or half a byte per code
+struct CodesJob {             // transpose of codes, one byte or half a byte per code
     Matrix x;                 // [rows, cols] codes, contiguous
     uint8_t* out;             // [cols, rows] codes
     static constexpr uint32_t addresses = words(0, 5);
@@ -128,17 +128,17 @@ struct CodesJob {             // codes to be transposed, one byte or half a byte
 
 struct DecodeJob {            // codes * scales -> bf16
     const uint8_t* codes;     // [rows, cols], one byte or half a byte per code
-    const void* scale;        // [ceil(rows / block_rows), ceil(cols / block_cols)], by any strides
+    const void* scale;        // [ceil(rows / block_rows), ceil(cols / block_cols)], with any strides
     void* out;                // bf16 [rows, cols]
     int64_t rows, cols, block_rows, block_cols;
-    int64_t scale_row_stride, scale_col_stride;  // in scales
+    int64_t scale_row_stride, scale_col_stride;  // in elements
     const float* amax;        // [] of an NVFP4 tensor; null: the scale of the tensor is not applied
     static constexpr uint32_t addresses = words(0, 1, 2, 9);
 };
 
-struct Int4Job {              // few tokens times int4 weights with a scale per group
+struct Int4Job {              // few tokens times int4 weights with one scale per group
     const void* x;            // bf16 [tokens, cols]
-    const uint8_t* codes;     // [rows, cols], half a byte per code: code + 8, the even column in the low half
+    const uint8_t* codes;     // [rows, cols], half a byte per code: stored as code + 8, even columns in the low half
     const float* scale_inv;   // [rows, cols / group]
     const int8_t* zero;       // [rows, cols / group]; null: 0
     void* out;                // [tokens, rows], fp32 if `wide`, else bf16
@@ -148,16 +148,16 @@ struct Int4Job {              // few tokens times int4 weights with a scale per 
     static constexpr uint32_t addresses = words(0, 1, 2, 3, 4);
 };
 
-struct SwizzleJob {           // scale bytes for a block-scaled GEMM
-    const uint8_t* scale;     // [ceil(lines / lines_per_scale), blocks], by any strides
+struct SwizzleJob {           // scale bytes -> layout of a block-scaled GEMM
+    const uint8_t* scale;     // [ceil(lines / lines_per_scale), blocks], with any strides
     uint32_t* out;            // [ceil(lines / 128), ceil(blocks / 4), 128] words of 4 blocks
     int64_t lines, blocks, lines_per_scale;
-    int64_t line_stride, block_stride;  // in scales
+    int64_t line_stride, block_stride;  // in elements
     static constexpr uint32_t addresses = words(0, 1);
 };
 
 struct DelayedJob {           // slots of delayed scaling with the same history length and algorithm
-    Matrix x;                 // history fp32 [length, slots], updated in place; row 0 holds an amax or 0
+    Matrix x;                 // history fp32 [length, slots], updated in place; row 0 is the staging row (delayed_update.cu)
     float* scale;             // [slots]
     const float* reduced;     // [slots]: amaxes of this step, reduced over ranks; may be `staging`
     const float* target;      // [slots]: fp8_max * 2^-margin
@@ -165,51 +165,51 @@ struct DelayedJob {           // slots of delayed scaling with the same history 
     int64_t most_recent;      // 1: amax_compute_algo "most_recent"; 0: "max"
 };
 
-struct WireMatrix {           // a contribution to a reduce-scatter, to E4M3 with one scale per 128 columns
+struct WireMatrix {           // contribution to a reduce-scatter -> E4M3 codes with one scale per 128 columns
     const void* x;            // [rows, cols], contiguous
     int64_t rows, cols;
     uint8_t* codes;           // [rows, cols]
     float* scale;             // [rows, ceil(cols / 128)], scale_inv
-    float min_amax;              // lower bound of the amax
+    float min_amax;           // lower bound of the amax
 };
 
 struct WireSum {              // sum of the packed contributions of `ranks` ranks
-    const uint8_t* codes;     // of rank 0; [rows, cols] each
-    int64_t codes_stride;      // from rank to rank, in bytes
-    const float* scale;
-    int64_t scale_stride;     // from rank to rank, in scales
+    const uint8_t* codes;     // codes of rank 0 [rows, cols]; the next ranks follow
+    int64_t codes_stride;     // from rank to rank, in bytes
+    const float* scale;       // scale_inv of rank 0 [rows, ceil(cols / 128)]
+    int64_t scale_stride;     // from rank to rank, in elements
     void* out;                // [rows, cols]
     int64_t ranks, rows, cols;
-    const uint8_t* own_codes; // codes of rank `own`, which is not read from `codes`
+    const uint8_t* own_codes; // codes and scale_inv of rank `own`, which are not read from `codes` and `scale`
     const float* own_scale;
     int64_t own;
     static constexpr uint32_t addresses = words(0, 2, 4, 8, 9);
 };
 
-// Producers: how a cast computes elements from the matrix of the job (producer.cuh). Numbers as in
-// dlp/kernels/cuda_producers.py.
+// Producer: the function by which a cast computes the elements from the matrix of the job (producer.cuh). The numbers are those
+// of dlp/kernels/cuda_producers.py.
 enum class Producer : int64_t { kMatrix, kRmsNorm, kSwiglu, kColumnSums, kActivation, kGate, kLayerNorm };
 
-// act(g): g * s(g), GELU by tanh, max(g, 0), max(g, 0)^2, s(g), g * s(1.702 g), with s(g) = 1 / (1 + exp(-g))
-// (reference/activations.py).
+// Activations act(g), in this order: g * s(g), GELU by tanh, max(g, 0), max(g, 0)^2, s(g), g * s(1.702 g), with
+// s(g) = 1 / (1 + exp(-g)) (reference/activations.py).
 enum class Act : int64_t { kSilu, kGelu, kRelu, kSrelu, kSigmoid, kQgelu };
 
-struct Source {               // further inputs of a producer
+struct Source {               // a producer, and its inputs besides the matrix of the job
     Producer producer;
     const float* rstd;        // kRmsNorm, kLayerNorm: [rows]
     const void* weight;       // [cols], fp32 if `wide`, else bf16
     int64_t wide;
-    const void* up;           // kSwiglu, kGate: [rows, cols] as the matrix, which is the gate
+    const void* up;           // kSwiglu, kGate: [rows, cols] of the type of the matrix; the matrix is the gate
     int64_t up_stride;
     float* sums;              // kColumnSums: [row tiles, cols], the sum of each column of a tile; kGate: the same, or null
-    Act act;                  // kActivation: act(x); kGate: act(x) * up, or
-    int64_t slope;            // act'(x) * up
+    Act act;                  // kActivation, kGate: the activation
+    int64_t slope;            // kGate: 0: act(x) * up; 1: act'(x) * up
     const float* mean;        // kLayerNorm: [rows]
     const void* bias;         // kLayerNorm: [cols], of the type of weight
     static constexpr uint32_t addresses = words(1, 2, 4, 6, 9, 10);
 };
 
-struct MatrixJob {            // matrix without outputs (tile_sums)
+struct MatrixJob {            // a matrix; outputs are separate arguments (tile_sums)
     Matrix x;
     static constexpr uint32_t addresses = words(0);
 };
@@ -267,7 +267,7 @@ struct SwigluJob {            // h = silu(gate) * up
     Matrix gate;
     const void* up;           // rows `up_stride` apart
     int64_t up_stride;
-    void* h;                  // [rows, cols] of the type of gate; or, where it is null,
+    void* h;                  // [rows, cols] of the type of gate; null: `amax` is requested
     float* amax;              // []: max |h|
     static constexpr uint32_t addresses = words(0, 5, 7, 8);
 };
@@ -279,13 +279,13 @@ struct SwigluGradJob {
     const void* dh;
     int64_t dh_stride;
     void* dgate;              // [rows, cols]
-    void* dup;                // [rows, cols]; or, instead of both,
-    float* amax;              // [2]: max |dgate|, max |dup|. A job of GateGradsJob wants neither
+    void* dup;                // [rows, cols]
+    float* amax;              // [2]: max |dgate|, max |dup|, in place of dgate and dup. In a GateGradsJob all three are null
     static constexpr uint32_t addresses = words(0, 5, 7, 9, 10, 11);
 };
 
 template <class Job>
-struct GateGradsJob {         // casts of both gradients of a SwiGLU, which are not stored; x of the jobs only gives the sizes
+struct GateGradsJob {         // casts of both gradients of a SwiGLU, which are not stored; x of the jobs gives only the sizes
     SwigluGradJob inputs;
     Job dgate, dup;
 };
@@ -294,16 +294,16 @@ struct ActivationJob {        // act(x), or with dy: dy * act'(x)
     Matrix x;
     const void* dy;           // rows `dy_stride` apart; null: forward
     int64_t dy_stride;
-    void* out;                // [rows, cols]; or, where it is null,
+    void* out;                // [rows, cols]; null: `amax` is requested
     float* amax;              // []: max |out|
     static constexpr uint32_t addresses = words(0, 5, 7, 8);
 };
 
 struct LossJob {
     Matrix x;
-    const int64_t* target;    // [rows]: a column; if out of range, 0 is picked
+    const int64_t* target;    // [rows]: a column, or a number that is no column
     float* log_sum;           // [rows]: log(sum(exp(x)))
-    float* picked;            // [rows]: x at the target, else 0
+    float* picked;            // [rows]: x at the target; 0 if the target is no column
 };
 
 struct LossGradJob {          // dx = (exp(x - log_sum) - one_hot(target)) * weight
@@ -330,14 +330,14 @@ struct BlockGemmJob {         // D = A @ B.T, contraction last; strides are elem
     const void* bias;         // [cols] in the type of D, or nullptr
     int64_t rows, cols, contraction;
     int64_t a_stride, b_stride, d_stride;
-    int64_t a_scale_lines, a_scale_stride, b_scale_lines, b_scale_stride;  // for scales of A the padded number of lines
-    int64_t accumulate;       // D, in fp32, += instead of D =
+    int64_t a_scale_lines, a_scale_stride, b_scale_lines, b_scale_stride;  // a_scale_lines: the padded number of rows
+    int64_t accumulate;       // 1: D += the product, in fp32; 0: D = the product
     static constexpr uint32_t addresses = words(0, 1, 2, 3, 4, 5);
 };
 
 constexpr int kSumTerms = 4;  // largest number of products in a GemmSumJob
 
-struct GemmTerm {             // scale A @ B.T, contraction last, in FP8 codes; strides are bytes between lines
+struct GemmTerm {             // scaled product of FP8 codes A @ B.T, contraction last; strides are bytes between lines
     const uint8_t *a, *b;     // [rows, contraction], [cols, contraction]
     const float *a_scale, *b_scale;  // [] scale_inv
     int64_t contraction, a_stride, b_stride;
@@ -350,14 +350,14 @@ struct GemmSumJob {           // D = the sum of `terms` products
     static constexpr uint32_t addresses = words(0);
 };
 
-constexpr int kSlotRanks = 32;      // largest number of ranks of a slot
-constexpr int64_t kSlotHeader = 512;  // bytes before the payload
-constexpr int kAgreed = 8;          // tensors in one agreement
+constexpr int kSlotRanks = 32;      // largest number of ranks that map one slot (transport.cu)
+constexpr int64_t kSlotHeader = 512;  // bytes of a slot before the payload
+constexpr int kAgreed = 8;          // largest number of tensors in an AgreeJob
 
-struct Waiting {              // waiting rank, time limit, and report after the time limit (transport.cu)
-    int64_t patience;         // milliseconds
+struct Waiting {              // time limit of a wait, and the report after the time limit (transport.cu)
+    int64_t patience;         // time limit in milliseconds
     uint32_t* report;         // [7] words in host memory: 1, rank, peer, kind of wait, expected value, value found, use
-    uint32_t* said;           // [] on the device: ensures that one thread writes the report
+    uint32_t* said;           // [] on the device, 0 at first: the thread that sets it to 1 writes the report
     int64_t rank, world, use;
     static constexpr uint32_t addresses = 0;
 };
@@ -390,9 +390,9 @@ enum class Encoding : int32_t { kE4m3Fp32, kE5m2Fp32, kE4m3E8m0, kE5m2E8m0, kE2m
 using Stream = uintptr_t;               // a cudaStream_t
 
 constexpr int64_t kAmaxChunk = 16384;   // elements of a piece of work of `amax`
-constexpr int64_t kTile = 128;          // rows, and columns, of a piece of work of kernels over tiles
-constexpr int kChecksums = 128;         // tensors of a launch of `checksums`, whose addresses are arguments of the launch
-constexpr int64_t kNormParts = 512;     // parts of the weight gradients of norms: blocks of their backward kernels
+constexpr int64_t kTile = 128;          // rows and columns of a tile, the piece of work of kernels over tiles
+constexpr int kChecksums = 128;         // largest number of tensors of a launch of `checksums`
+constexpr int64_t kNormParts = 512;     // partial sums of the weight gradients of norms, one per block of the backward kernel
 
 using ByteRange = std::array<int64_t, 2>;  // address and number of bytes
 
@@ -422,7 +422,7 @@ void nvfp4_alpha(const AlphaJob& job, Stream stream);
 void round_to_bf16(const RoundJob& job, Stream stream);
 void transpose_words(uintptr_t from, uintptr_t to, int64_t rows, int64_t cols, Stream stream);  // words of 4 bytes
 void set_zero(uintptr_t at, int64_t bytes, Stream stream);
-// Sets `count` fp32 to 0 by a one-block kernel; the next kernel may start at once (launch<kernel, kEarly = true>).
+// Sets `count` fp32 to 0 by a kernel of one block; a next kernel that is launched with kEarly (launch.cuh) may begin at once.
 void few_zeros(uintptr_t at, int64_t count, Stream stream);
 void gemm_fp8_blocks(const BlockGemmJob& job, Code a_code, Input out, Stream stream);
 void gemm_fp8_sum(const GemmSumJob& job, const GemmTerm* terms, Code a_code, Input out, Stream stream);

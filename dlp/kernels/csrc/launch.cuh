@@ -1,14 +1,14 @@
 // Launches of kernels: properties of the device, grid sizes, and the choice of template arguments by the types of a
 // call.
 //
-//   launch              `blocks` blocks
-//   launch_up_to        the same, with dynamic shared memory that differs between calls
+//   launch              a given number of blocks
+//   launch_up_to        a given number of blocks, with dynamic shared memory that differs between calls
 //   launch_each         one block per piece of work; the device starts blocks as others end
-//   launch_few          one block for a few pieces of work
-//   launch_persistent   as many blocks as are resident at once; each walks over pieces of work with a stride of the grid
+//   launch_few          one block per group of a few pieces of work
+//   launch_persistent   as many blocks as are resident at once; block b processes pieces b, b + number of blocks, ...
 //
-// sm_90a and sm_100a agree in everything used here: 64K registers and 227 KB of shared memory a SM, 2048
-// threads, 16-byte asynchronous copies.
+// sm_90a and sm_100a agree in all properties used here: per SM 64K registers, 227 KB of shared memory and 2048 threads; and
+// asynchronous copies of 16 bytes.
 #pragma once
 
 #include <algorithm>
@@ -29,9 +29,9 @@ constexpr int64_t kMaxGrid = 2147483647;
 constexpr size_t kReservedShared = 1024;  // bytes that the system reserves in each block
 
 // Number of blocks of a kernel that are resident at the same time on the current device. Computed in the first call for
-// a device, since the query takes microseconds; this call also sets the kernel's attributes on the device: the limit of
-// dynamic shared memory, and a carve-out of the L1 cache as large as all resident blocks need. All calls for a kernel
-// have the same `threads` and `shared_bytes`.
+// a device, because the query is slow. The first call also sets attributes of the kernel on the device: the limit of dynamic
+// shared memory, and a carve-out of the L1 cache as large as all resident blocks need. All calls for a kernel must have the
+// same `threads` and `shared_bytes`.
 template <auto kKernel>
 int resident_blocks(int threads, size_t shared_bytes) {
     static std::array<int, kMaxDevices> resident{};
@@ -53,9 +53,9 @@ int resident_blocks(int threads, size_t shared_bytes) {
     return resident[device];
 }
 
-// `kEarly`: programmatic dependent launch. The kernel may begin when the previous kernel has called `let_next_begin`,
-// and must call `wait_for_previous` before accessing memory that the previous kernel writes. Earlier launches have
-// ended when the kernel begins.
+// `kEarly`: programmatic dependent launch. The kernel may begin when the previous kernel has called `let_next_begin`, and must
+// call `wait_for_previous` before it accesses memory that the previous kernel writes. All launches before the previous kernel
+// have ended when this kernel begins.
 template <auto kKernel, bool kEarly = false, class... Args>
 void launch(int64_t blocks, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     DLP_CHECK_LE(blocks, kMaxGrid);
@@ -72,22 +72,22 @@ void launch(int64_t blocks, int threads, size_t shared_bytes, Stream stream, con
     DLP_CHECK_CUDA(cudaLaunchKernelEx(&config, kKernel, args...));
 }
 
-// One block for each piece of work. The device starts blocks as others end, so that faster SMs run more blocks: with a
-// persistent grid casts waited 7 to 9 % of the time for the slowest SM of an H200.
+// One block for each piece of work. The device starts blocks as others end, so that faster SMs run more blocks; with a
+// persistent grid, casts would wait for the slowest SM.
 template <auto kKernel, class... Args>
 void launch_each(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     resident_blocks<kKernel>(threads, shared_bytes);  // sets the attributes of the kernel
     launch<kKernel>(items, threads, shared_bytes, stream, args...);
 }
 
-// One block for every `per_block` pieces of work, if the preparation in a block (a table, a first copy) pays off only
-// over several pieces.
+// One block for every `per_block` pieces of work, for kernels in which the preparation of a block (a table, a first copy) is
+// too expensive for a single piece.
 template <auto kKernel, class... Args>
 void launch_few(int64_t items, int per_block, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     launch_each<kKernel>((items + per_block - 1) / per_block, threads, shared_bytes, stream, args...);
 }
 
-// A persistent grid: as many blocks as the device holds at once; block b takes pieces b, b + grid, ... (amax: from the end).
+// A persistent grid: as many blocks as are resident at once; block b processes pieces b, b + grid, ... (amax.cu: from the end).
 template <auto kKernel, bool kEarly = false, class... Args>
 void launch_persistent(int64_t items, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     DLP_CHECK_LE(items, kMaxGrid);
@@ -95,9 +95,9 @@ void launch_persistent(int64_t items, int threads, size_t shared_bytes, Stream s
     launch<kKernel, kEarly>(std::min(items, resident), threads, shared_bytes, stream, args...);
 }
 
-// `blocks` blocks whose dynamic shared memory differs between calls. The kernel's limit is set to `kMost`, the most that any
-// call needs, in the first call for a device: a limit set by each call to its size could be lowered by another host
-// thread before the launch.
+// `blocks` blocks whose dynamic shared memory differs between calls. The first call for a device sets the limit of the kernel
+// to `kMost`, the largest size of all calls. If each call set the limit to its size, another host thread could lower the limit
+// before the launch.
 template <auto kKernel, size_t kMost, class... Args>
 void launch_up_to(int64_t blocks, int threads, size_t shared_bytes, Stream stream, const Args&... args) {
     static std::array<std::atomic<bool>, kMaxDevices> allowed{};
@@ -112,7 +112,7 @@ void launch_up_to(int64_t blocks, int threads, size_t shared_bytes, Stream strea
     launch<kKernel>(blocks, threads, shared_bytes, stream, args...);
 }
 
-// Before sm_90 a kernel begins when the previous kernel has ended.
+// GPUs before sm_90 have no programmatic dependent launch: a kernel begins when the previous kernel has ended.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 __device__ inline void let_next_begin() { cudaTriggerProgrammaticLaunchCompletion(); }
 __device__ inline void wait_for_previous() { cudaGridDependencySynchronize(); }
@@ -144,8 +144,8 @@ void with_types(Input input, Code code, Run run) {
 template <Producer kProducer>
 using ProducerConstant = std::integral_constant<Producer, kProducer>;
 
-// Calls run(element, producer) for a kernel that reads tiles: with the type of the input, and the producer of the call as a
-// constant, which is kMatrix or one of `kProducers`. Producers are compiled only for bf16, the type of activations.
+// Calls run(element, producer) for a kernel that reads tiles. `element` has the type of the input; `producer` is the producer
+// of `source` as a constant, kMatrix or one of `kProducers`. Other producers than kMatrix are compiled only for bf16.
 template <Producer... kProducers, class Run>
 void with_source(Input input, const Source& source, Run run) {
     const Producer producer = source.producer;
@@ -155,8 +155,8 @@ void with_source(Input input, const Source& source, Run run) {
     DLP_CHECK_EQ(known, true);
 }
 
-// The same for a cast to FP8: run(element, f8, producer). E5M2 is a format of gradients, so only producers of gradients
-// are compiled for E5M2; producers of activations are compiled for E4M3.
+// The same for a cast to FP8: calls run(element, f8, producer). E5M2 is a format of gradients, so only producers of gradients
+// are compiled for E5M2; all producers are compiled for E4M3.
 template <class Run>
 void with_source(Input input, Code code, const Source& source, Run run) {
     const auto of = [&](auto f8) { return [=](auto element, auto producer) { run(element, f8, producer); }; };

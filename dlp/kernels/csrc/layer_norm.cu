@@ -1,17 +1,17 @@
 // LayerNorm of the rows of x [rows, cols]: y = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(mean((x - mean)^2) + eps),
 // and its gradient (Ba et al., arXiv 1607.06450). Bitwise equal to reference.activations.layer_norm and layer_norm_backward.
-// Forward can compute only mean and rstd, or mean, rstd and max |y|, for a cast that computes y with a producer.
+// For a cast that computes y with a producer, forward can compute only mean and rstd, or mean, rstd and max |y|.
 //
-// Grid and order of sums as in rms_norm.cu: forward takes one row per block of 128 threads; a block of backward takes
-// every 512th row (kNormParts), with fp32 sums of dweight and dbias, 8 bytes per column, in dynamic shared memory, so
-// that cols is at most 28,672 (224 KB).
+// Grid and order of sums as in rms_norm.cu: forward takes one row per block of 128 threads; block b of backward takes rows b, b
+// + kNormParts, ... and has fp32 sums of dweight and dbias in dynamic shared memory, 8 bytes per column, so that cols is at
+// most 28,672 (224 KB).
 #include "row_sum.cuh"
 
 namespace dlp {
 namespace {
 
 constexpr int kForwardBlocksPerSm = 8, kBackwardBlocksPerSm = 4;
-constexpr size_t kMostShared = 224 * 1024;  // bytes, of backward
+constexpr size_t kMostShared = 224 * 1024;  // largest dynamic shared memory of backward, in bytes
 
 template <class T, bool kStore, bool kObserve>
 __global__ void __launch_bounds__(kRowThreads, kForwardBlocksPerSm)
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kRowThreads, kForwardBlocksPerSm)
 template <class T>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm)
     layer_norm_backward_kernel(const __grid_constant__ LayerNormGradJob job) {
-    __shared__ float scratch[2][2][kRowWarps];  // used alternately, so that a row needs one barrier per sum
+    __shared__ float scratch[2][2][kRowWarps];  // two buffers used in turn, so that a row needs one barrier per sum
     Octet<float>* sums = reinterpret_cast<Octet<float>*>(shared_memory());
     const int64_t cols = job.x.cols, octets = (cols + 7) / 8;
     for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) sums[i] = sums[octets + i] = Octet<float>{};
@@ -109,7 +109,7 @@ void layer_norm(const LayerNormJob& job, float eps, Input input, Stream stream) 
     });
 }
 
-// Stores min(rows, kNormParts) parts of dweight and of dbias; sum_parts adds them.
+// Stores min(rows, kNormParts) partial sums of dweight and of dbias, which sum_parts adds.
 void layer_norm_backward(const LayerNormGradJob& job, Input input, Stream stream) {
     if (job.x.rows == 0) return;
     const size_t shared = 2 * (size_t(job.x.cols + 7) / 8) * sizeof(Octet<float>);

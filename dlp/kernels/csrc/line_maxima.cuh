@@ -1,20 +1,20 @@
-// max |x| of the lines of a tile whose patches lie in registers (tile.cuh): of the eight rows of a patch, over the
-// patches to the left and right; and of the eight columns, over the patch above or below.
+// max |x| of the rows and columns of a tile whose patches are in registers (tile.cuh): the maxima of the eight rows of a patch
+// are combined with the patches to the left and right, the maxima of the eight columns with the patch above or below.
 //
-// A row lies in kLanes neighbouring lanes. Eight butterflies for eight rows would take 8 * log2(kLanes) shuffles, 32 for 16
-// lanes. Instead, at each step a lane passes half of the rows to a partner and continues with the other half:
+// A row is distributed over kLanes neighbouring lanes. Eight butterflies for eight rows would take 8 * log2(kLanes) shuffles,
+// 32 for 16 lanes. Instead, at each step a lane passes half of the rows to a partner and continues with the other half:
 //
 //   lanes L and L ^ 8    8 rows each  ->  rows 0 to 3 in the lower lane, 4 to 7 in the upper    4 shuffles of fp32, 2 of bf16
 //   L and L ^ 4          4            ->  2 each                                                2                   1
-//   L and L ^ 2          2            ->  1 each (bf16, two rows a word: joined)                1                   1
-//   L and L ^ 1          1            ->  joined                                                1                   1
+//   L and L ^ 2          2            ->  1 each (bf16 has two rows per word: both lanes, all)  1                   1
+//   L and L ^ 1          1            ->  both lanes have the maximum of all                    1                   1
 #pragma once
 
 #include "tile_copies.cuh"
 
 namespace dlp {
 
-// Maxima within each of the eight rows of a patch, as words of one row (fp32) or two (bf16).
+// Maxima within each of the eight rows of a patch. A word has the maximum of one row (fp32) or of two rows (bf16).
 template <class T, class M = Magnitude<T>>
 struct PatchRows {
     static constexpr int kWords = 8 / M::kPerWord;
@@ -44,7 +44,7 @@ class RowMaxima {
    public:
     static constexpr int kWords = PatchRows<T, M>::kWords;
 
-    // Maxima within each of eight rows, as words of PatchRows.
+    // `word`: the maxima of this thread's eight rows, from PatchRows.
     __device__ explicit RowMaxima(uint32_t (&word)[kWords]) {
         int words = kWords;
 #pragma unroll
@@ -66,9 +66,9 @@ class RowMaxima {
         for (int i = 0; i < kLeft; ++i) word_[i] = word[i];
     }
 
-    static constexpr int kRows = kLeft * M::kPerWord;  // that this lane ends with,
-    __device__ int first() const { return first_; }    // from this one on,
-    __device__ uint32_t operator[](int i) const {      // bits of an fp32
+    static constexpr int kRows = kLeft * M::kPerWord;  // number of rows whose maxima this lane has in the end
+    __device__ int first() const { return first_; }    // the first of these rows, 0 to 7
+    __device__ uint32_t operator[](int i) const {      // maximum of row first() + i, as bits of an fp32
         return M::widen(word_[i / M::kPerWord], i % M::kPerWord);
     }
 
@@ -77,11 +77,10 @@ class RowMaxima {
     int first_ = 0;
 };
 
-// The maxima of a tile's columns, for each warp over the 16 rows of the warp.
+// The maxima of the columns of a tile, separately for the 16 rows of each warp.
 using ColumnMaxima = uint32_t[kTileWarps][kTile];
 
-// Combines the maxima of this thread's patch with the patch below or above, and stores them with an alignment of 16
-// bytes.
+// Combines the column maxima of this thread's patch with those of the patch above or below, and stores the results in `out`.
 template <class T, class M>
 __device__ void post_columns(Maxima<T, M>& columns, ColumnMaxima& out) {
     columns.join(kAcross);

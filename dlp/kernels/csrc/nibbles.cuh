@@ -1,21 +1,21 @@
 // Codes of half a byte, two per byte, the even element in the low nibble: blocks of 16 elements in the 8x8 patches of tile.cuh.
 //
-// A block of 16 elements spans two patches, beside each other (lanes t, t ^ 1) along a row, or one below the other (t, t ^ 16)
-// along a column. The two threads share the work by halves: after `exchange` each has whole blocks, four along rows and four
-// along columns.
+// A block of 16 elements spans two patches: side by side along a row (lanes t and t ^ 1), or one below the other along a column
+// (lanes t and t ^ 16). The two threads exchange elements (`exchange`), after which each thread has four complete blocks along
+// rows, or four along columns.
 #pragma once
 
 #include "tile.cuh"
 
 namespace dlp {
 
-constexpr int kPair = 2;                          // patches of a block of 16
-constexpr int kBeside = 1, kBelow = kAcross;      // lane ^ this is the lane of the other patch
-constexpr int kHalf = kPatch / kPair;             // blocks of a thread, along rows and along columns
+constexpr int kPair = 2;                          // patches that a block of 16 spans
+constexpr int kBeside = 1, kBelow = kAcross;      // lane ^ kBeside (kBelow): lane with the patch beside (above or below)
+constexpr int kHalf = kPatch / kPair;             // blocks of a thread along rows; also along columns
 using NibbleWriter = PieceWriter<kAcross / kPair>;
 
 // Exchange between two lanes that differ by `lanes`: afterwards (a, b) is (a of the lower lane, a of the upper lane) in
-// the lower lane, and (b of the lower lane, b of the upper lane) in the upper lane. One shuffle.
+// the lower lane, and (b of the lower lane, b of the upper lane) in the upper lane.
 __device__ inline void exchange(uint32_t& a, uint32_t& b, int lanes) {
     const bool second = threadIdx.x & lanes;
     const uint32_t given = __shfl_xor_sync(kAllLanes, second ? a : b, lanes);
@@ -23,8 +23,9 @@ __device__ inline void exchange(uint32_t& a, uint32_t& b, int lanes) {
     b = second ? b : given;
 }
 
-// Afterwards a thread has four complete columns of 16 rows, from its patch and the patch below: column `j` is element j
-// of patch[0..7], then element j + kHalf of patch[0..7]. NibbleBlocks gives the positions of these columns in the tile.
+// Exchanges elements with the lane of the patch above or below. Afterwards a thread has four complete columns of 16 rows:
+// column j is element j of patch[0..7], then element j + kHalf of patch[0..7]. NibbleBlocks gives the positions of these
+// columns in the tile.
 template <class T>
 __device__ void exchange_columns(Octet<T> (&patch)[kPatch]) {
     constexpr int kWords = Octet<T>::kWords / 2;
@@ -43,7 +44,7 @@ struct NibbleBlocks {
     static __device__ int column_block() { return patch_row() / kPair; }
 };
 
-// Stores codes of row blocks from registers to codes [rows, cols / 2], 8 bytes a block.
+// Stores codes of row blocks from registers to codes [rows, cols / 2], 8 bytes per block.
 class NibbleRowWriter {
    public:
     template <class T, class Job>
@@ -62,7 +63,7 @@ class NibbleRowWriter {
     uint8_t* to_;
 };
 
-// Transposes 8x8 codes: word i is row i before, column i after. Swaps of nibbles, then of bytes, then of halves.
+// Transposes 8x8 codes: word i is row i before and column i after. Swaps nibbles, then bytes, then half words.
 __device__ inline void transpose_nibbles_8x8(uint32_t (&row)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {  // rows i, i + 1
@@ -84,7 +85,7 @@ __device__ inline void transpose_nibbles_8x8(uint32_t (&row)[8]) {
     }
 }
 
-// Codes of a patch, one row per word -> the 8-byte pieces of four columns, which this thread puts into shared memory.
+// Puts the codes of a patch, one row per word, into shared memory: the 8-byte pieces of four columns.
 __device__ inline void put_nibbles(uint32_t (&row)[kPatch], NibbleWriter& columns) {
     transpose_nibbles_8x8(row);
 #pragma unroll

@@ -1,14 +1,14 @@
 // Octet: eight adjacent elements of a row in the registers of one thread, the unit of loads of all kernels: 16
 // bytes of bf16 (one vector load) or 32 of fp32 (two).
 //
-//   Octet<T>       the elements; bf16 stays packed, two a 32-bit word, the even element in the low half
+//   Octet<T>       eight elements; bf16 stays packed, two per 32-bit word, the even element in the low half
 //   Octets<T>      a matrix as a sequence of octets, row by row
-//   Magnitude<T>   |x| as words that are compared; Maxima<T>: running maxima of the eight columns of octets
-//   Finite<T>      whether all values taken so far are finite
+//   Magnitude<T>   |x| as words that can be compared; Maxima<T>: running maxima of each of the eight columns of octets
+//   Finite<T>      whether all values passed to `take` so far are finite
 //
-// Magnitudes of bf16 are compared in bf16, two an instruction: the comparison is exact, and takes half of the instructions that
-// fp32 would. NaN is ignored, as by fmax: a maximum starts at 0, and for a number and a NaN the instruction returns the
-// number.
+// Magnitudes of bf16 are compared in bf16, two per instruction: the comparison is exact, and takes half of the instructions
+// that fp32 would take. NaN is ignored, as by fmax: a maximum starts at 0, and the instruction returns the number if the other
+// operand is NaN.
 #pragma once
 
 #include "launch.cuh"
@@ -17,8 +17,8 @@ namespace dlp {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Stores a word that the L2 cache evicts last: for scattered words whose neighbours in a sector are stored by other blocks.
-// A 1x128 cast with compact scales takes 153 us with it and 159 without (256 MB of bf16, H200; dev/log.md).
+// Stores a word with an L2 policy that evicts it last. For scattered words: other blocks store the neighbours in the same
+// sector, and the sector should stay in L2 until then. Casts with compact scales are faster with this policy (dev/log.md).
 __device__ inline void store_evict_last(void* to, uint32_t word) {
     asm volatile(
         "{.reg .b64 policy; createpolicy.fractional.L2::evict_last.b64 policy, 1.0;"
@@ -78,7 +78,7 @@ __device__ Octet<T> load_octet(const T* from) {
     return out;
 }
 
-// Loads min(valid, 8) elements, the rest is 0. `aligned`: `from` is a multiple of 16 bytes.
+// Loads the first min(valid, 8) elements; the others are 0. `aligned`: the address `from` is a multiple of 16.
 template <class T>
 __device__ Octet<T> load_octet(const T* from, int64_t valid, bool aligned) {
     if (aligned && valid >= 8) return load_octet(from);
@@ -96,14 +96,14 @@ __host__ __device__ bool rows_aligned(const Matrix& x) {
     return strides && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
-// a / b for a, b >= 0, in 32 bits where both fit: the 64-bit division is a subroutine.
+// a / b for a, b >= 0; a 32-bit division if both fit, because the 64-bit division is a slow subroutine.
 __device__ inline int64_t divide(int64_t a, int64_t b) {
     if ((a | b) >> 32 == 0) return uint32_t(a) / uint32_t(b);
     return a / b;
 }
 
-// A matrix as a sequence of octets, row by row; a row may end in a partial one. Python hands over a contiguous matrix as one
-// row, so that octets of a matrix whose cols are no multiple of 8 are still adjacent.
+// A matrix as a sequence of octets, row by row; the last octet of a row may be partial. Python passes a contiguous matrix as
+// one long row, so that its octets are adjacent even if cols is not a multiple of 8.
 template <class T>
 struct Octets {
     const T* data;
@@ -132,7 +132,7 @@ struct Octets {
     }
 };
 
-// Magnitudes |x| as 32-bit words: two bf16 a word, or one fp32.
+// Magnitudes |x| as 32-bit words: two bf16 per word, or one fp32.
 template <class T>
 struct Magnitude;
 
@@ -143,7 +143,7 @@ struct Magnitude<__nv_bfloat16> {
     static __device__ uint32_t of(const Octet<__nv_bfloat16>& x, int i) {
         return word(__habs2(reinterpret_cast<const __nv_bfloat162&>(x.word[i])));
     }
-    // The larger of each element; a NaN loses against any number.
+    // The larger value, for each element; a NaN counts as smaller than any number.
     static __device__ uint32_t larger(uint32_t a, uint32_t b) {
         return word(__hmax2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b)));
     }
@@ -165,8 +165,8 @@ struct Magnitude<float> {
     static __device__ uint32_t widen(uint32_t word, int) { return word; }
 };
 
-// The same with NaN larger than any number, by comparing magnitudes as integers: the floor rule of OCP MX gives a block with
-// a NaN the scale NaN.
+// The same, but NaN counts as larger than any number, because magnitudes are compared as integers: by the floor rule of OCP MX,
+// a block with a NaN has the scale NaN.
 template <class T>
 struct NanMagnitude : Magnitude<T> {
     static __device__ uint32_t of(const Octet<T>& x, int i) {
@@ -178,7 +178,7 @@ struct NanMagnitude : Magnitude<T> {
     }
 };
 
-// The running max |x| of the eight columns of octets; 0 before the first.
+// The running max |x| of each of the eight columns of octets; 0 before the first octet.
 template <class T, class M = Magnitude<T>>
 struct Maxima {
     static constexpr int kWords = 8 / M::kPerWord;
@@ -202,7 +202,7 @@ struct Maxima {
     }
 };
 
-// Whether all values taken so far are finite: the sum of 0 * x is 0, or NaN if one of them is Inf or NaN. One FMA a word.
+// Whether all values so far are finite: the sum of 0 * x is 0, or NaN if a value is Inf or NaN. One FMA per word.
 template <class T>
 class Finite {
    public:
@@ -220,7 +220,7 @@ class Finite {
     static __device__ void set(float* flag) { *flag = __uint_as_float(0x7FC00000u); }
 
    private:
-    static constexpr int kSums = 2;  // independent chains, for the latency of the FMA
+    static constexpr int kSums = 2;  // number of independent sums, which hide the latency of the FMA
 
     static __device__ void add(uint32_t& sum, const Octet<__nv_bfloat16>& x, int i) {
         const auto pair = [](uint32_t& word) -> __nv_bfloat162& { return reinterpret_cast<__nv_bfloat162&>(word); };
@@ -234,7 +234,7 @@ class Finite {
     uint32_t sum_[kSums] = {};
 };
 
-// The maximum of `bits` over the block, in thread 0. `scratch` holds one word per warp. Contains one barrier; thread 0
+// The maximum of `bits` over the thread block, in thread 0. `scratch` has one word per warp. Contains one barrier; thread 0
 // reads `scratch` after the barrier, so another barrier must precede the next write to `scratch`.
 __device__ inline uint32_t block_max(uint32_t bits, uint32_t* scratch) {
     bits = __reduce_max_sync(kAllLanes, bits);
@@ -245,8 +245,8 @@ __device__ inline uint32_t block_max(uint32_t bits, uint32_t* scratch) {
     return bits;
 }
 
-// *out = max(*out, bits) of floats >= 0. Most blocks have a smaller value: a plain load first saves thousands of atomics on
-// one word.
+// *out = max(*out, bits), for fp32 values >= 0. In most blocks the value is smaller than *out: the plain load before saves
+// thousands of atomics on one word.
 __device__ inline void atomic_max(float* out, uint32_t bits) {
     if (bits > *reinterpret_cast<volatile uint32_t*>(out)) atomicMax(reinterpret_cast<uint32_t*>(out), bits);
 }

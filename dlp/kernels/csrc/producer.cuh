@@ -1,5 +1,5 @@
-// Producers compute the elements of a tile between the loads and the cast, so that the elements are never stored. A cast kernel
-// is compiled for each producer that it offers (`with_source`, launch.cuh).
+// A producer computes the elements of a tile between the loads and the cast, so that the elements are never stored. A cast
+// kernel is compiled for each producer that the kernel supports (`with_source`, launch.cuh).
 //
 //   Producer      elements that are cast                        bytes read per element of bf16
 //   kMatrix       x                                             2
@@ -8,24 +8,23 @@
 //   kSwiglu       silu(x) * up                                  4
 //   kColumnSums   x; also sums[tile row, col], for dbias        2
 //   kActivation   act(x)                                        2
-//   kGate         act(x) * up or act'(x) * up, maybe with sums  4
+//   kGate         act(x) * up or act'(x) * up; optional sums    4
 //
 // `TileProducer<T, kProducer>` has these steps; TileLoader (tile.cuh) calls them:
 //
 //   start(tile)                   when the copy of the tile starts: starts the copy of a second matrix
 //   load(tile)                    before the wait for the tile: loads and returns further inputs
-//   apply(loaded, tile, patch)    the patch of this thread, from elements of memory to elements of the producer
+//   apply(loaded, tile, patch)    after the loads: replaces the loaded elements in this thread's patch by the computed elements
 //
 // A producer with `kInPlace` rewrites the patch row by row in shared memory. The loop over rows is not unrolled, so
 // that the code of tanh and exp exists once per activation, not eight times.
 //
-//   apply_in_place(tile, copies)  the copy of this thread's patch, which has arrived if it was prefetched
-//   finish(tile, patch)           the patch has been read into registers
+//   apply_in_place(tile, copies)  when the copy of a prefetched tile has arrived: writes the computed patch to `copies`
+//   finish(tile, patch)           when the patch has been read into registers
 //
-// Elements outside of the matrix are 0 before and after, since they enter amaxes of blocks and sums. Measured with fp8_block:
-// SwiGLU in the cast takes 110 us instead of 174, RMSNorm 211 us instead of 283 (256 MB of bf16,
-// bench/results/producers.md). Casts to NVFP4, which are bound by instructions, became slower with producers and have
-// none.
+// Elements outside of the matrix are 0 before and after, because they enter amaxes of blocks and sums.
+// bench/results/producers.md compares casts with a producer to separate kernels. Casts to NVFP4, which are bound by
+// instructions, are slower with producers, and support only kColumnSums.
 #pragma once
 
 #include "activations.cuh"
@@ -43,7 +42,7 @@ __device__ void read_patch(const T* matrix, int64_t stride, bool aligned, const 
         patch[i] = load_octet(matrix + (row + i) * stride + col, i < rows ? cols : 0, aligned);
 }
 
-// kMatrix: the stored elements. Base of the other producers, with default steps.
+// kMatrix: the elements of the matrix. Base class of the other producers, whose steps do nothing.
 template <class T, Producer kProducer>
 struct TileProducer {
     static constexpr size_t kBytes = 0;
@@ -68,7 +67,7 @@ using StoredMatrix = TileProducer<T, Producer::kMatrix>;
 template <class T>
 struct TileProducer<T, Producer::kRmsNorm> : StoredMatrix<T> {
     struct Loaded {
-        Octet<float> rstd, weight;  // for the rows of the patch; for the columns
+        Octet<float> rstd, weight;  // rstd of the rows of the patch; weight of its columns
     };
 
     __device__ TileProducer(const Source& source, uint8_t* bytes) : StoredMatrix<T>(source, bytes), source_(source) {}
@@ -90,8 +89,8 @@ struct TileProducer<T, Producer::kRmsNorm> : StoredMatrix<T> {
     const Source& source_;
 };
 
-// kLayerNorm: (x - mean[row]) * rstd[row] * weight[col] + bias[col]. Four octets beside the patch would spill, so mean and rstd
-// are loaded row by row.
+// kLayerNorm: (x - mean[row]) * rstd[row] * weight[col] + bias[col]. mean and rstd are loaded row by row: four octets besides
+// the patch would spill registers.
 template <class T>
 struct TileProducer<T, Producer::kLayerNorm> : StoredMatrix<T> {
     struct Loaded {
@@ -117,7 +116,7 @@ struct TileProducer<T, Producer::kLayerNorm> : StoredMatrix<T> {
     const Source& source_;
 };
 
-// kSwiglu: silu(x) * up; the tile of up is copied like the tile of x.
+// kSwiglu: silu(x) * up. The tile of `up` is copied to shared memory like the tile of x.
 template <class T>
 struct TileProducer<T, Producer::kSwiglu> : StoredMatrix<T> {
     static constexpr size_t kBytes = TileCopies<T>::kBytes;
@@ -153,7 +152,8 @@ struct TileProducer<T, Producer::kSwiglu> : StoredMatrix<T> {
     TileCopies<T> copies_;
 };
 
-// sums[warp][column of the tile], each over the warp's 16 rows, added by halves over the warps -> to [row tiles, cols].
+// Adds sums[warp][column of the tile], each over the 16 rows of a warp, by halves over the warps, and stores the results in
+// `to` [row tiles, cols].
 template <class Tile>
 __device__ void write_sums(float* to, const float (*sums)[kTile], const Tile& tile) {
     if (threadIdx.x >= kTile || tile.col() + threadIdx.x >= tile.cols()) return;
@@ -189,7 +189,7 @@ __device__ void sum_columns(const Octet<T> (&patch)[kPatch], const Tile& tile, f
     write_sums(to, sums, tile);
 }
 
-// kColumnSums: the stored elements, with sums of the columns.
+// kColumnSums: the elements of the matrix; also sums the columns.
 template <class T>
 struct TileProducer<T, Producer::kColumnSums> : StoredMatrix<T> {
     static constexpr size_t kBytes = kTileWarps * kTile * sizeof(float);
@@ -206,9 +206,9 @@ struct TileProducer<T, Producer::kColumnSums> : StoredMatrix<T> {
     float (*sums_)[kTile];
 };
 
-// kActivation: act(x). kGate (`kHasUp`): act(x) * up or act'(x) * up, optionally with column sums for a bias gradient.
-// Elements outside of the matrix stay 0, since act(0) is 0 or `up` is 0; sigmoid(0) is 0.5, so with sigmoid they are
-// set to 0.
+// kActivation: act(x). kGate (`kHasUp`): act(x) * up or act'(x) * up, optionally with column sums for a bias gradient. Elements
+// outside of the matrix are 0, because act(0) is 0 or `up` is 0. Sigmoid is the exception: sigmoid(0) is 0.5, and the code sets
+// these elements to 0.
 template <class T, bool kHasUp>
 class ActivationProducer : public StoredMatrix<T> {
     static constexpr size_t kSums = kHasUp ? kTileWarps * kTile * sizeof(float) : 0;

@@ -22,7 +22,7 @@ void Program::patch(uintptr_t* word, const std::vector<Memory>& memory) {
         if (piece.base >= 0) patches_.push_back({word, size_t(piece.base), *word - piece.at + piece.offset});
         return;
     }
-    throw std::invalid_argument("a launch reads or writes memory at " + std::to_string(*word) + ", which nobody declared");
+    throw std::invalid_argument("a launch reads or writes memory at " + std::to_string(*word) + ", which was not declared");
 }
 
 void Program::run(const std::vector<uintptr_t>& bases, uintptr_t stream) {

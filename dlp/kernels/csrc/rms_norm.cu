@@ -3,35 +3,33 @@
 //   y  = x * rstd * weight,   rstd = 1 / sqrt(mean(x^2) + eps)
 //   dx = (g - n * mean(g * n)) * rstd,   dweight = sum over rows of dy * n,   g = dy * weight,   n = x * rstd
 //
-// Bitwise equal to reference.producers.rms_norm and rms_norm_backward: IEEE arithmetic, sums in the order of
-// row_sum.cuh. Forward can add a residual to x first, or compute only rstd, or rstd and max |y|, for a cast that
-// computes y with a producer.
+// Bitwise equal to reference.producers.rms_norm and rms_norm_backward: IEEE arithmetic, sums in the order of row_sum.cuh.
+// Forward can first add a residual to x. For a cast that computes y with a producer, forward can compute only rstd, or rstd and
+// max |y|.
 //
-// Forward: one row per block of 128 threads. The octets of a row stay in registers from the sum of squares to the
-// result (up to 8192 columns of bf16, 4096 of fp32); further octets are read again. 4 bytes per element of bf16; 0.91
-// of the speed of a copy on an H200.
+// Forward: one row per block of 128 threads. The octets of a row stay in registers from the sum of squares to the result (up to
+// 8192 columns of bf16, 4096 of fp32); further octets are read again. Bound by memory: 4 bytes per element of bf16.
 //
-// Backward: kNormParts blocks of 128 threads; block b takes rows b, b + 512, ... and keeps a part of dweight [512,
-// cols] in shared memory, in fp32: column_sums.cu adds the parts. 6 bytes per element of bf16, 8 with `add`. Three
-// kernels:
+// Backward: kNormParts blocks of 128 threads; block b takes rows b, b + 512, ... and has one row of the partial sums of dweight
+// [512, cols] in shared memory, in fp32; column_sums.cu adds the partial sums. Memory traffic: 6 bytes per element of bf16, 8
+// with `add`. Three kernels:
 //
-//   _bulk     rows come by bulk copies, two on their way while one is worked on. Nothing to add, whole octets.     0.76 to 0.85
-//   _adding   rows stay in registers; octets of the next are loaded when this row's have been used. Whole octets.  0.71
+//   _bulk     without `add`, complete octets: bulk copies bring rows to shared memory, two rows ahead
+//   _adding   with `add`, complete octets: a row stays in registers, and each used octet is replaced by that of the next row
 //   (plain)   any alignment and up to 57,344 columns (dweight in 224 KB)
 //
 // Shared memory of _bulk: dweight 4 cols bytes, two stages of x and dy, 2 * 2 * cols * sizeof(T), two barriers of 8 bytes:
-// 98,320 bytes for 8192 columns of bf16. With `add`, copies of a third matrix would leave room for too few blocks
-// (0.65).
+// 98,320 bytes for 8192 columns of bf16. With `add`, stages for a third matrix would leave shared memory for too few blocks.
 #include "arrivals.cuh"
 #include "row_sum.cuh"
 
 namespace dlp {
 namespace {
 
-constexpr size_t kMostShared = 224 * 1024;  // bytes, of backward
+constexpr size_t kMostShared = 224 * 1024;  // largest dynamic shared memory of backward, in bytes
 
-// Blocks per SM. Backward has kNormParts = 512 blocks: with four blocks per SM they are one wave (528 on 132 SMs), with
-// three blocks two waves.
+// Resident blocks per SM. Backward has kNormParts = 512 blocks: with four blocks per SM these are one wave (528 blocks on 132
+// SMs), with three blocks per SM two waves.
 constexpr int kForwardBlocksPerSm = 8, kAddingBlocksPerSm = 4, kBackwardBlocksPerSm = 4;
 
 template <class T>
@@ -47,13 +45,14 @@ __device__ inline Octet<float> load_weight(const NormGradJob& job, int first) {
     if (job.wide) return load_octet<true>(static_cast<const float*>(job.weight) + first);
     return widened(load_octet<true>(static_cast<const __nv_bfloat16*>(job.weight) + first));
 }
-// The column of a thread's octet i + 1, or of octet 0 if there is none.
+// The column of octet i + 1 of this thread, or of its octet 0 if octet i was the last.
 __device__ inline int next_of(int first, int i, int cols) {
     const int next = first + (i + 1) * 8 * kRowThreads;
     return next < cols ? next : first;
 }
 
-// x += residual, rounded; the sum is stored in `sum_row`, from which octets that are not in registers are read again.
+// Adds `residual` to x, rounded, and stores the sum in `sum_row`. Octets that are not in registers are later read from
+// `sum_row`.
 template <class T>
 __device__ void add_row(RowOctets<T>& x, const RowOctets<T>& residual, T* sum_row) {
     const bool aligned = reinterpret_cast<uintptr_t>(sum_row) % 16 == 0;
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(kRowThreads, kAdd ? kAddingBlocksPerSm : kForw
     });
 }
 
-// The sum of g * n over an octet; g and n as at the top of this file.
+// The sum of g * n over an octet; g and n are defined at the top of this file.
 template <class T>
 __device__ float sum_of_products(const Octet<T>& x, const Octet<T>& dy, const Octet<float>& weight, float rstd) {
     float products[8];
@@ -100,7 +99,7 @@ __device__ float sum_of_products(const Octet<T>& x, const Octet<T>& dy, const Oc
     for (int i = 0; i < 8; ++i) products[i] = __fmul_rn(__fmul_rn(dy[i], weight[i]), __fmul_rn(x[i], rstd));
     return octet_sum(products);
 }
-// dx of an octet; dy * n of the octet is added to `sum`.
+// Computes dx of an octet, and adds dy * n of the octet to `sum`.
 template <class T>
 __device__ void add_gradients(const Octet<T>& x, const Octet<T>& dy, const Octet<float>& weight, float rstd, float mean,
                               Octet<float>& dx, Octet<float>& sum) {
@@ -115,7 +114,7 @@ __device__ void add_gradients(const Octet<T>& x, const Octet<T>& dy, const Octet
 // Any cols and alignment. Shared memory: sums [2][octets] float4, the low and the high halves of the octets.
 template <class T, bool kAdd>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_backward_kernel(const __grid_constant__ NormGradJob job) {
-    __shared__ float scratch[2][kRowWarps];  // used alternately, so that a row needs one barrier
+    __shared__ float scratch[2][kRowWarps];  // two buffers used in turn, so that a row needs one barrier
     float4* sums = reinterpret_cast<float4*>(shared_memory());
     const int64_t cols = job.x.cols, octets = (cols + 7) / 8;
     for (int64_t i = threadIdx.x; i < octets; i += kRowThreads) sums[i] = sums[octets + i] = make_float4(0, 0, 0, 0);
@@ -154,8 +153,8 @@ __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_ba
     }
 }
 
-// For complete, aligned octets and `add`: rows stay in registers, and the load of each octet of the next row is issued
-// as soon as the same octet of this row has been used. Loads issued an octet later lost 3 to 5 % (dev/log.md).
+// For complete, aligned octets and `add`: a row stays in registers, and the load of each octet of the next row is issued as
+// soon as the same octet of this row has been used. Loads that are issued one octet later are slower (dev/log.md).
 template <class T>
 __global__ void __launch_bounds__(kRowThreads, kBackwardBlocksPerSm) rms_norm_backward_adding_kernel(const __grid_constant__ NormGradJob job) {
     constexpr int kInRegisters = RowOctets<T>::kInRegisters, kApart = 8 * kRowThreads;
@@ -331,7 +330,7 @@ void rms_norm(const NormJob& job, float eps, Input input, Stream stream) {
     });
 }
 
-// Stores min(rows, kNormParts) parts of dweight; sum_parts adds them.
+// Stores min(rows, kNormParts) partial sums of dweight, which sum_parts adds.
 void rms_norm_backward(const NormGradJob& job, Input input, Stream stream) {
     if (job.x.rows == 0) return;
     const int64_t blocks = std::min(job.x.rows, kNormParts);

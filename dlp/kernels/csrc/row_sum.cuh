@@ -1,8 +1,8 @@
-// The sum over a row in an order that does not depend on the device (reference.producers.row_sums): one block of 128
-// threads per row; octet i of the row belongs to thread i % 128. Within an octet elements are added by halves
-// ((0+4)+(2+6)) + ((1+5)+(3+7)), a thread adds its octets in order, then lanes and warps are added by halves.
+// The sum over a row in an order that does not depend on the device (reference.producers.row_sums): one block of 128 threads
+// per row; octet i of the row belongs to thread i % 128. The elements of an octet are added by halves, ((0+4)+(2+6)) +
+// ((1+5)+(3+7)); a thread adds its octets in order; then the lanes and the warps are added by halves.
 //
-// Norms store a row, or raise an amax, by put_row.
+// `put_row` stores the result of a norm for a row, or raises an amax.
 #pragma once
 
 #include "elements.cuh"
@@ -17,7 +17,7 @@ __device__ inline float octet_sum(const float (&v)[8]) {
     return __fadd_rn(__fadd_rn(a, c), __fadd_rn(b, d));
 }
 
-// The sum of `part` over the block's threads, in every thread. `scratch` holds kRowWarps floats. Contains one barrier;
+// The sum of `part` over the block's threads, in every thread. `scratch` has kRowWarps floats. Contains one barrier;
 // threads read `scratch` after the barrier, so the next sum needs another `scratch` or another barrier.
 __device__ inline float row_sum(float part, float* scratch) {
 #pragma unroll
@@ -28,8 +28,8 @@ __device__ inline float row_sum(float part, float* scratch) {
     return __fadd_rn(__fadd_rn(scratch[0], scratch[2]), __fadd_rn(scratch[1], scratch[3]));
 }
 
-// The octets of a row that belong to this thread. The first kInRegisters of them (rows of 8192 bf16 or 4096 fp32) are loaded
-// at once and stay in registers; the others are loaded each time they are used.
+// The octets of a row that belong to this thread. The first kInRegisters octets (all octets of rows of up to 8192 bf16 or 4096
+// fp32) are loaded at once and stay in registers; the others are loaded at each use.
 template <class T>
 struct RowOctets {
     static constexpr int kInRegisters = sizeof(T) == 2 ? 8 : 4;

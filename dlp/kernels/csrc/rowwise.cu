@@ -2,11 +2,11 @@
 // amaxes between them:
 //
 //   amax_lines     x [rows, cols] -> amax[row] = max |x[row, :]|, amax_t[col] = max |x[:, col]|
-//   cast_rowwise   codes [rows, cols], scale_inv [rows], codes_t [cols, rows], scale_inv_t [cols]; scale_from_amax of each
+//   cast_rowwise   codes [rows, cols], scale_inv [rows], codes_t [cols, rows], scale_inv_t [cols], by scale_from_amax
 //
-// Equals casts.cast_fp8_rowwise_both by the reference. Both work on 128x128 tiles (tile.cuh): amax_lines in persistent
-// blocks with at most one atomic per line and tile, cast_rowwise one tile per block. Bound by memory: 2 and 4 bytes per
-// element of bf16; 0.99 and 0.90 of the speed of a copy on an H200.
+// Bitwise equal to reference.fp8.amax_lines and cast_fp8_rowwise_both. Both kernels work on 128x128 tiles (tile.cuh):
+// amax_lines in persistent blocks with at most one atomic per line and tile, cast_rowwise with one tile per block. Bound by
+// memory: 2 and 4 bytes per element of bf16.
 #include "line_maxima.cuh"
 #include "two_scales.cuh"
 
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T, kProducer>)
         for (int i = 0; i < kPatch; ++i) columns.take(patch[i]);
         const Rows rows(word);
         const int64_t row = tile.row() + kPatch * patch_row() + rows.first();
-        if (tile.job->amax && patch_column() % (kAcross / Rows::kWords) == 0)  // one of the lanes that end with the same rows
+        if (tile.job->amax && patch_column() % (kAcross / Rows::kWords) == 0)  // one of the lanes that have the same rows
 #pragma unroll
             for (int i = 0; i < Rows::kRows; ++i)
                 if (row + i < tile.rows()) atomic_max(tile.job->amax + row + i, rows[i]);
@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T, kProducer>)
 template <class T, Producer kProducer>
 constexpr size_t kCastShared = TileLoader<T, RowwiseJob, kProducer>::kBytes + ColumnWriter::kBytes + 2 * kTile * sizeof(float);
 
-// Thread t: the scale of row t or of column t - 128 of the tile. The first tile along a line stores the inverse.
+// Returns, in thread t, the scale of row t or of column t - 128 of the tile. The first tile of a row (column) of tiles stores
+// the inverse.
 template <class T>
 __device__ float line_scale(const Tile<T, RowwiseJob>& tile, const ScaleRule& rule) {
     const bool is_row = threadIdx.x < kTile;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm<T, kProducer>)
 
 }  // namespace
 
-// The caller sets both vectors of amaxes to 0 before.
+// The caller must first set both vectors of amaxes to 0.
 void amax_lines(const Work<LinesJob>& work, Input input, const Source& source, Stream stream) {
     if (work.items == 0) return;
     const auto run = [&](auto element, auto producer) {

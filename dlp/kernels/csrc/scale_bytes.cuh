@@ -1,12 +1,11 @@
-// Stores of scales of one byte (E8M0, E4M3) from the threads of a tile to memory, through shared memory: a row or
-// column of the tile has kPerLine scales (4 for MXFP8, 8 for NVFP4); 1 or 2 KB.
+// Stores of scales of one byte (E8M0, E4M3) from the threads of a tile to memory, through 1 or 2 KB of shared memory. A line (a
+// row or column of the tile) has kPerLine scales (4 for MXFP8, 8 for NVFP4).
 //
-//   write                compact: [rows, cols / block] and [cols, rows / block]; the kPerLine scales of a line are one word
+//   write                compact: [rows, cols / block] and [cols, rows / block]; one store for the kPerLine scales of a line
 //   write_blocks_first   [cols / block, pad4(rows)] and [rows / block, pad4(cols)]: 128 adjacent bytes at a time
 //
-// A gather concatenates compact scales, but their words are one line apart in memory, which costs 6 % of the time of an
-// MXFP8 cast of bf16 (152 us instead of 143, bench/results/quantize.md). Operands that are not gathered have blocks
-// first.
+// Gathers need compact scales, which can be concatenated. But the words of compact scales are one line apart in memory, which
+// slows the cast down (bench/results/quantize.md). Operands that are not gathered therefore have blocks first.
 #pragma once
 
 #include "tile.cuh"
@@ -24,8 +23,8 @@ class ScaleBytes {
     __device__ void put_row(int row, int block, uint32_t scale) { bytes_[row * kPerLine + block] = uint8_t(scale); }
     __device__ void put_column(int column, int block, uint32_t scale) { put_row(kTile + column, block, scale); }
 
-    // Compact. Thread t stores the word of row t or of column t - 128. The caller puts a barrier before, and before the next
-    // `put`.
+    // Stores compact scales: thread t stores the scales of row t or of column t - 128. The caller must put a barrier before
+    // this call, and another before the next `put_row` or `put_column`.
     template <class T, class Job>
     __device__ void write(uint8_t* scale, uint8_t* scale_t, const Tile<T, Job>& tile) const {
         if (threadIdx.x < kTile)
@@ -34,7 +33,7 @@ class ScaleBytes {
             write_line(scale_t, tile.col() + threadIdx.x - kTile, tile.cols(), tile.tile_row, tile.rows());
     }
 
-    // The same with blocks first. The bytes after the last line, up to a multiple of 4, are scales of zeros.
+    // The same with blocks first. The padding after the last line, up to a multiple of 4, has the scale of a block of zeros.
     template <class T, class Job>
     __device__ void write_blocks_first(uint8_t* scale, uint8_t* scale_t, const Tile<T, Job>& tile) const {
         if (threadIdx.x < kTile)
@@ -45,7 +44,7 @@ class ScaleBytes {
 
    private:
     using Word = std::conditional_t<kPerLine == 8, uint2, uint32_t>;
-    static_assert(sizeof(Word) == kPerLine, "a word for the scales of a line");
+    static_assert(sizeof(Word) == kPerLine, "the scales of a line must fill one word");
 
     __device__ void write_line(uint8_t* to, int64_t line, int64_t lines, int64_t tiles, int64_t along) const {
         if (!to || line >= lines) return;
@@ -63,9 +62,9 @@ class ScaleBytes {
         }
     }
 
-    // A warp stores the bytes of one block of 128 lines from `first` on; four lines a lane.
+    // A warp stores the scales of one block index for 128 lines, beginning with line `first`; four lines per lane.
     __device__ void write_block(uint8_t* to, int64_t first, int64_t lines, int64_t tiles, int64_t along) const {
-        static_assert(kPerLine == 4 && kTile == 128, "a warp a block, and a vector of bytes for four lines");
+        static_assert(kPerLine == 4 && kTile == 128, "a warp stores one block index; a lane reads four lines as one vector");
         const int64_t pitch = (lines + 3) / 4 * 4, line = first + threadIdx.x % 32 * 4;
         const uint32_t within = threadIdx.x / 32 % kPerLine;
         const int64_t block = tiles * kPerLine + within;

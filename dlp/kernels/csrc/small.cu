@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads) transpose_words_kernel(const uint32_
 
 void nvfp4_alpha(const AlphaJob& job, Stream stream) { launch<nvfp4_alpha_kernel>(1, 1, 0, stream, job); }
 
-// Both addresses are multiples of 16 bytes.
+// Both addresses must be multiples of 16.
 void round_to_bf16(const RoundJob& job, Stream stream) {
     DLP_CHECK_EQ((reinterpret_cast<uintptr_t>(job.x) | reinterpret_cast<uintptr_t>(job.out)) % 16, 0u);
     const int64_t blocks = (job.count + 8 * kThreads - 1) / (8 * kThreads);

@@ -1,5 +1,5 @@
-// Calls of bound kernels as steps of a program (program.h): a step holds the arguments of one call. The types tell
-// which arguments are addresses: each `uintptr_t`, and the words of a job that `Job::addresses` names.
+// Calls of bound kernels as steps of a program (program.h): a step stores the arguments of one call. An argument is an address
+// if its type is `uintptr_t`, or if it is a word of a job that `Job::addresses` lists.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 
 namespace dlp {
 
-// Words of a job, as Python passes the words.
+// A job as Python passes it: a tuple of 64-bit words.
 template <class Job>
 struct Words : std::array<int64_t, sizeof(Job) / sizeof(int64_t)> {
     static constexpr uint32_t addresses = Job::addresses;
@@ -53,7 +53,7 @@ struct type_caster<dlp::WireWords> : array_caster<dlp::WireWords, int64_t, false
 
 namespace dlp {
 
-// A call of a bound function as a step. `Arguments`: the arguments of the function, the last of which is the stream.
+// A call of a bound function as a step. `Arguments`: the argument types of the function; the last one is the stream.
 template <class Kernel, class... Arguments>
 class KernelStep final : public Step {
 public:
@@ -94,7 +94,7 @@ private:
 
 using MakeStep = std::function<std::unique_ptr<Step>(const pybind11::tuple&)>;
 
-// Factories of the steps that a program can run, by name. Filled while the module is initialized.
+// Factories of the steps that a program can run, by name. Initialization of the module fills the map.
 inline std::map<std::string, MakeStep>& step_makers() {
     static std::map<std::string, MakeStep> makers;
     return makers;

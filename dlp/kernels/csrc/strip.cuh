@@ -1,18 +1,18 @@
 // A 128x128 tile as eight strips of 16 rows, one per warp, for casts whose blocks of 16 elements run along rows and
 // along columns (cast_nvfp4_1d.cu).
 //
-// A strip lies in shared memory, and each lane reads whole blocks of 16 elements from it: lanes exchange nothing, hold one or
-// two blocks in registers at a time, and wait for no other warp.
+// A strip is in shared memory, and each lane reads complete blocks of 16 elements from the strip: lanes exchange no elements,
+// have one or two blocks in registers at a time, and do not wait for other warps.
 //
 //   read_columns(j)     16 rows x 128 columns: lane L has columns 64 j + 2 L and 64 j + 2 L + 1, each a block of 16 rows
 //   read_block(i, j)    lane L has elements 16 b to 16 b + 15 of row 8 i + L % 8, where b = 4 j + L / 8
 //
-// Shared memory, bytes of bf16 (fp32): rows of 256 (512) begin 272 (528) apart. The 16 additional bytes shift each row
-// by four banks, so eight lanes that read 16 bytes of eight rows cover all 32 banks. A tile takes 34,816 (67,584).
+// Shared memory, in bytes for bf16 (fp32): rows have 256 (512) bytes and begin 272 (528) bytes apart. The 16 additional bytes
+// shift each row by four banks, so that eight lanes that read 16 bytes of eight rows cover all 32 banks. A tile takes 34,816
+// (67,584).
 //
-// Rejected alternative: 8x8 patches in registers as in tile.cuh, where a block of 16 spans two threads: 39 instructions
-// per element and four warps per scheduler, compared to 31 and eight for strips (1x16 of 256 MB of bf16: 209 us, and
-// 156 us with strips; dev/log.md).
+// Rejected alternative: 8x8 patches in registers as in tile.cuh, where a block of 16 spans two threads: this needs more
+// instructions per element, and more registers, so that fewer warps are resident (dev/log.md).
 #pragma once
 
 #include "tile.cuh"
@@ -32,7 +32,7 @@ inline __device__ uint32_t to_bf16(float2 pair) {
     return reinterpret_cast<const uint32_t&>(rounded);
 }
 
-// Column `i` of eight pairs in consecutive rows.
+// Element `i` (0 or 1) of each of eight pairs, which are in consecutive rows.
 inline __device__ Octet<__nv_bfloat16> column_of(const uint32_t* pair, int i) {
     Octet<__nv_bfloat16> out;
 #pragma unroll
@@ -46,7 +46,7 @@ inline __device__ Octet<float> column_of(const float2* pair, int i) {
     return out;
 }
 
-// Strips of this warp in the kTilesPerBlock tiles of the block, in order; kBytes of shared memory.
+// The strips of this warp in the kTilesPerBlock tiles of the block, in order. Uses kBytes of shared memory.
 template <class T, class Job, int kTilesPerBlock>
 class Strips {
    public:
@@ -68,7 +68,7 @@ class Strips {
         __syncwarp();
         return true;
     }
-    // Called when this warp has read the strip: starts the copy of the strip of the next tile into the same memory.
+    // Starts the copy of the strip of the next tile into the same memory; call it after this warp has read the strip.
     __device__ void fetch() {
         if (++item_ >= end_) return;
         __syncwarp();
@@ -98,13 +98,13 @@ class Strips {
     }
 
    private:
-    // bytes of a vector; vectors of a row
+    // elements of a vector of 16 bytes; vectors of a row
     static constexpr int kElements = sizeof(uint4) / sizeof(T), kAcross = kTile / kElements;
     static constexpr int kStep = 32 / kAcross;  // rows that the 32 lanes copy at once
 
     static __device__ int lane() { return threadIdx.x % 32; }
 
-    // Advances to the next tile; for a single job without the division of tile_at.
+    // Advances to the next tile. For a single job this avoids the division of tile_at.
     __device__ void advance() {
         if (work_.many) {
             ahead_ = tile_at<T>(work_, item_);
@@ -137,7 +137,7 @@ class Strips {
         }
         __pipeline_commit();
     }
-    // 16 bytes of elements, of which min(valid, all) are loaded; the rest is 0.
+    // A vector of 16 bytes of elements; elements from `valid` on are 0 and not loaded.
     static __device__ uint4 load_vector(const T* from, int64_t valid) {
         using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
         constexpr int kInWord = sizeof(uint32_t) / sizeof(T);

@@ -1,11 +1,11 @@
-// The end of a reduce-scatter: contributions [R, count] of R ranks -> their sum [count], added in fp32 in the order of the
-// ranks, divided by `divisor` and rounded once (reference.fp8.sum_in_order). The contribution of rank `index` may be stored
-// elsewhere (`own`), so that a rank reads its contribution without a copy.
+// The sum of a reduce-scatter after the transfers: contributions [R, count] of R ranks -> sum [count], added in fp32 in the
+// order of the ranks, divided by `divisor` and rounded once (reference.fp8.sum_in_order). The contribution of rank `index` is
+// read from `own`, so that a rank need not copy its own contribution.
 //
 // `sum_by_tree` adds 1, 2, 4 or 8 fp32 tensors by a binary tree of neighbours instead (reference.fp8.sum_by_tree).
 //
-// Grid: one octet per thread; four contributions in flight, or all of a tree. R + 1 times the bytes of the sum; 0.98 of the speed of a copy for R
-// = 8 on an H200.
+// Grid: one octet per thread; the loads of four contributions are in flight, for a tree the loads of all. Bound by memory: R +
+// 1 times the bytes of the sum.
 #include "octet.cuh"
 
 namespace dlp {

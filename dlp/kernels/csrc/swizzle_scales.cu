@@ -3,15 +3,15 @@
 //
 //   ((r / 128) * ceil(blocks / 4) + c / 4) * 512 + (r % 32) * 16 + (r % 128) / 32 * 4 + c % 4
 //
-// A thread writes the word of one line in one tile. Bytes beyond the matrix are 0; a scale of several lines (a 2D block) is
-// repeated for each of them.
+// A thread writes the four bytes of one line in one tile. Bytes beyond the matrix are 0. If several lines share a scale (2D
+// blocks), the scale is repeated for each line.
 #include "launch.cuh"
 
 namespace dlp {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWords = 128;  // of four bytes, a tile
+constexpr int kWords = 128;  // number of 4-byte words in a tile
 
 __global__ void __launch_bounds__(kThreads) swizzle_scales_kernel(SwizzleJob job, int64_t words) {
     const int64_t word = int64_t(blockIdx.x) * kThreads + threadIdx.x;

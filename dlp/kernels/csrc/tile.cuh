@@ -1,6 +1,6 @@
 // A 128x128 tile in the registers of 256 threads, loaded once, and stores of the codes in both orientations.
 //
-// A thread owns a patch of 8x8 elements, as eight octets, one per row. 16 patches are side by side, so that a warp covers 16
+// A thread has a patch of 8x8 elements, as eight octets, one per row. 16 patches are side by side, so that a warp covers 16
 // rows:
 //
 //                   128 columns, 16 patches
@@ -17,14 +17,13 @@
 // bytes per line of memory, so they are collected in shared memory first (PieceWriter, 16 KB for FP8), from which
 // complete lines of 128 bytes are written.
 //
-// Tiles are loaded through shared memory (tile_copies.cuh: 32 KB of bf16, 64 KB of fp32). Kernels bound by memory take
-// one tile per block, and the copies of other resident blocks run while one block computes: on an H200 this gave 0.91
-// of the speed of a copy; persistent blocks gave 0.82, since SMs differ in speed (bench/results/quantize.md). Kernels
-// bound by instructions take a few tiles per block, and kernels with small outputs (amaxes) are persistent; both
-// prefetch the next tile.
+// Tiles are loaded through shared memory (tile_copies.cuh: 32 KB of bf16, 64 KB of fp32). Kernels bound by memory process one
+// tile per block, and the copies of other resident blocks run while one block computes; persistent blocks are slower, because
+// SMs differ in speed (bench/results/quantize.md). Kernels bound by instructions process a few tiles per block, and kernels
+// with small outputs (amaxes) are persistent; both prefetch the next tile.
 //
-// Input: any rows, cols and stride. A partial tile, or a tile with unaligned rows, takes the slow path:
-// loads of single elements where needed, zeros outside of the matrix.
+// Input: any rows, cols and stride. Partial tiles and tiles with unaligned rows are read without a copy to shared memory, by
+// loads of single elements if necessary; elements outside of the matrix are 0.
 #pragma once
 
 #include "fp8.cuh"
@@ -38,13 +37,13 @@ template <class T, class Job>
 struct Tile {
     const Job* job;
     uint32_t tile_row, tile_col;  // position among the tiles of the matrix
-    bool whole, prefetched;       // has 128 rows and columns; TileLoader::start started the copy
+    bool whole, prefetched;       // the tile has 128 rows and columns; TileLoader::start has started its copy
 
     __device__ int64_t rows() const { return job->x.rows; }
     __device__ int64_t cols() const { return job->x.cols; }
     __device__ int64_t row() const { return int64_t(tile_row) * kTile; }
     __device__ int64_t col() const { return int64_t(tile_col) * kTile; }
-    // Rows and columns of the matrix from this thread's patch to its end; may be negative.
+    // Number of rows and columns from the beginning of this thread's patch to the end of the matrix; may be negative.
     __device__ int64_t patch_rows() const { return rows() - row() - kPatch * patch_row(); }
     __device__ int64_t patch_cols() const { return cols() - col() - kPatch * patch_column(); }
 };
@@ -62,8 +61,8 @@ __device__ Tile<T, Job> tile_at(const Work<Job>& work, uint32_t item) {
     return tile;
 }
 
-// Loads a tile into the patches of the threads of a block, through shared memory and a producer. All threads call
-// `start`, `finish`, then `start` for the next tile. kBytes of shared memory.
+// Loads a tile into the patches of the threads of a block, through shared memory and a producer. All threads call `start`, then
+// `finish`, then `start` for the next tile. Uses kBytes of shared memory.
 template <class T, class Job, Producer kProducer = Producer::kMatrix>
 class TileLoader {
     using Copies = TileCopies<T>;
@@ -85,7 +84,7 @@ class TileLoader {
         }
         return tile;
     }
-    // The elements to cast, as the patch of this thread. May contain a barrier.
+    // Writes the elements to cast, after the producer, to the patch of this thread. May contain a barrier.
     __device__ void finish(const Tile<T, Job>& tile, Octet<T> (&patch)[kPatch]) {
         const Matrix& x = tile.job->x;
         if constexpr (TileProducer<T, kProducer>::kInPlace) {
@@ -178,7 +177,7 @@ class RowWriter {
 // Layout: [128 columns][kPieces], swizzled against bank conflicts. Neighbouring lanes put columns that are kStep apart,
 // so piece g of column c is stored at position g ^ (c / kStep); with codes of half a byte a column has only 64 bytes,
 // so columns c and c ^ 1 are also exchanged in every other run of 8 kStep columns. Then the `put`s of a warp cover all
-// banks, and so do 8 lanes that read 16 bytes each.
+// banks, and 8 lanes that read 16 bytes each cover all banks too.
 template <int kPieces, int kStep = kPatch>
 class PieceWriter {
    public:

@@ -1,11 +1,12 @@
 // Copies of a tile from global to shared memory, and from shared memory to the patches of 256 threads (tile.cuh).
 //
-//   LaneCopies   bf16: cp.async of 16 bytes per lane, 32 KB. Each warp copies the elements that it reads: no barrier of the block.
-//   BulkCopies   fp32: cp.async.bulk of rows of 512 bytes, 64 KB + a barrier (arrivals.cuh) that counts their bytes.
+//   LaneCopies   bf16: cp.async of 16 bytes per lane, 32 KB. Each warp copies the elements that it reads, so that no barrier of
+//                the block is needed.
+//   BulkCopies   fp32: cp.async.bulk of rows of 512 bytes, 64 KB and an mbarrier (arrivals.cuh) that counts the bytes.
 //
-// Copies by lanes start sooner, but block the issuing threads until the memory system accepts the copies: fp32 casts reached
-// 0.59 of the speed of a copy with lane copies, and 0.85 with bulk copies. Bulk copies take longer to start: bf16 NVFP4 casts
-// of tiles reached 0.74 with lane copies and 0.66 with bulk copies (H200). Each dtype therefore has a separate class.
+// Copies by lanes start sooner, but block the issuing threads until the memory system accepts the copies; bulk copies take
+// longer to start. By measurements on an H200 (bench/results/quantize.md), casts of bf16 are faster with copies by lanes, casts
+// of fp32 with bulk copies.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -17,9 +18,9 @@ namespace dlp {
 
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
-constexpr int kPatch = 8;                  // rows, and columns, of a thread's patch
-constexpr int kAcross = kTile / kPatch;    // patches across a tile, and down it
-static_assert(kAcross * kAcross == kTileThreads, "a patch a thread");
+constexpr int kPatch = 8;                  // rows and columns of the patch of a thread
+constexpr int kAcross = kTile / kPatch;    // patches in a row of patches of a tile, and in a column
+static_assert(kAcross * kAcross == kTileThreads, "each thread has one patch");
 
 // Resident blocks for __launch_bounds__: registers and shared memory allow three blocks for bf16, two for fp32 or with
 // a second tile.
@@ -30,7 +31,7 @@ constexpr int kTileBlocksPerSm = sizeof(T) == 2 && kProducer != Producer::kSwigl
 __device__ inline int patch_column() { return threadIdx.x % kAcross; }
 __device__ inline int patch_row() { return threadIdx.x / kAcross; }
 
-// All threads `start` a complete tile with rows aligned to 16 bytes, `finish` the tile, and `start` the next tile.
+// All threads call `start` for a complete tile with rows aligned to 16 bytes, then `finish`, then `start` for the next tile.
 //
 // Shared memory: slot (i, v, t) of 16 bytes is vector v of row i of the patch of thread t; slots of neighbouring threads are
 // adjacent.
@@ -42,8 +43,8 @@ class LaneCopies {
 
     __device__ explicit LaneCopies(uint8_t* bytes) : slots_(reinterpret_cast<uint4*>(bytes)) {}
 
-    // Adjacent lanes copy adjacent bytes of a row, each to the slot of the thread that owns the bytes, which belongs to
-    // the same warp: no barrier of the block is needed.
+    // Adjacent lanes copy adjacent bytes of a row. Each lane copies to the slot of the thread whose patch has the bytes; this
+    // thread belongs to the same warp, so that no barrier of the block is needed.
     __device__ void start(const T* tile, int64_t stride) const {
         const T* from = tile + kPatch * patch_row() * stride;
 #pragma unroll
@@ -61,7 +62,7 @@ class LaneCopies {
         read(patch);
     }
 
-    // `finish` in parts: between `wait` and `read` rows of this thread's patch may be changed in their slots by `get` and
+    // The parts of `finish`. Between `wait` and `read`, a thread may change rows of its patch in shared memory by `get` and
     // `put`.
     __device__ void wait() const {
         __pipeline_wait_prior(0);
@@ -91,7 +92,7 @@ class LaneCopies {
 
 template <class T>
 class BulkCopies {
-    static_assert(Octet<T>::kVectors == 2, "for what LaneCopies is slow with");
+    static_assert(Octet<T>::kVectors == 2, "two vectors per octet: fp32");
 
    public:
     static constexpr uint32_t kRowBytes = kTile * sizeof(T);
@@ -100,8 +101,8 @@ class BulkCopies {
     __device__ explicit BulkCopies(uint8_t* bytes) : bytes_(bytes), arrived_(bytes + kTile * kRowBytes) {
         if (threadIdx.x == 0) arrived_.init();
     }
-    // Every other thread copies a row: a warp issues bulk copies one by one, so 16 per warp. Contains a barrier, after
-    // which all threads see the initialized mbarrier and have read the tile that the copies overwrite.
+    // Every other thread copies a row, 16 rows per warp, because a warp issues bulk copies one by one. Contains a barrier:
+    // afterwards all threads see the initialized mbarrier, and have read the previous tile, which the copies overwrite.
     __device__ void start(const T* tile, int64_t stride) {
         __syncthreads();
         if (threadIdx.x == 0) arrived_.expect(kTile * kRowBytes);
@@ -112,7 +113,7 @@ class BulkCopies {
     __device__ void finish(Octet<T> (&patch)[kPatch]) {
         arrived_.wait();
         const uint4* from = reinterpret_cast<const uint4*>(bytes_ + kPatch * patch_row() * kRowBytes) + 2 * patch_column();
-        const int second = patch_column() / 4 & 1;  // the vector that is read first, so that eight lanes read from all banks
+        const int second = patch_column() / 4 & 1;  // vector to read first, so that eight lanes cover all banks
 #pragma unroll
         for (int i = 0; i < kPatch; ++i, from += kRowBytes / sizeof(uint4)) {
             const uint4 a = from[second], b = from[1 - second];

@@ -1,24 +1,26 @@
 // Transfers between ranks that map each other's memory: synchronization, and agreements on amaxes. Copy engines move the
 // payload (`copy_part`), so that transfers take no SM from a running GEMM.
 //
-// A slot is memory of one rank that all ranks of the group map. The header of a slot has the following words, initially 0:
+// A slot (of this file) is memory of one rank that all ranks of the group map. A use is one transfer through the slots of the
+// group, with a number > 0. The header of a slot has the following words, initially 0:
 //
-//     unread[r]   number > 0 of the use for which this rank pushed data that rank r has not read; else 0
-//     sent[r]     number > 0 of the use for which rank r pushed data to this rank; else 0
-//     met[r]      number of agreements that rank r has reached; `uses` counts agreements of this rank; never reset
+//     unread[r]   number of the use in which this rank pushed data that rank r has not read yet; else 0
+//     sent[r]     number of the use in which rank r pushed data to this rank; else 0
+//     met[r]      number of the last agreement for which rank r has pushed its values, never reset
+//     uses        number of agreements of this rank, never reset
 //
-//     begin      wait until unread is 0 for all ranks, then set unread to `use`
-//     meet       signal all ranks that this rank has pushed (sent = `use` at the peers), wait for all signals, then set sent to 0
-//     release    signal all ranks that this rank has read (unread = 0 at the peers)
+//     begin_use     wait until unread[r] is 0 for all ranks r, then set unread[r] to `use`
+//     meet          write sent = `use` at all peers (this rank has pushed), wait until all peers have done so, set sent to 0
+//     release_use   write unread = 0 at all peers (this rank has read)
 //
 // All writes and waits are the same in every use, so that recorded launches and CUDA graphs can repeat them. Stream memory
 // operations write and wait without a kernel: if a GEMM fills the GPU, even a kernel of one warp would start only after the
-// GEMM and delay the peers. A write of a word is ordered after the preceding copies (a flag that a copy engine copied after the
-// data arrived too early in one of ten replays of a CUDA graph). There is no deadlock: ranks signal before they wait, and all
-// ranks use their slots in the same order.
+// GEMM and delay the peers. Such a write is ordered after the preceding copies; a flag that a copy engine copies may arrive
+// before the data. There is no deadlock, because ranks signal before they wait, and all ranks use their slots in the same
+// order.
 //
-// An agreement is a kernel. After waiting longer than `patience` the kernel writes the waiting rank and the peer to host
-// memory, and ends the program.
+// An agreement (`agree`) computes maxima over ranks, in one kernel. If a wait takes longer than `patience`, the kernel writes
+// the waiting rank and the peer to host memory, and ends the program.
 #include <cstdint>
 
 #include <cuda.h>
@@ -29,7 +31,7 @@
 namespace dlp {
 namespace {
 
-// flags in the header of a slot
+// indices of the words in the header of a slot
 constexpr int kUnread = 0, kSent = kSlotRanks, kMet = 2 * kSlotRanks, kUses = 3 * kSlotRanks;
 constexpr int kAgreeThreads = 512;
 constexpr uint32_t kHasNotAgreed = 2;  // index into WAITS_FOR (comm/slots.py)
@@ -48,11 +50,11 @@ __device__ inline uint64_t nanoseconds() {
     return time;
 }
 
-// Wait until *at has reached `wanted`, counted modulo 2^32. Afterwards plain loads of this thread, and of threads that this
-// thread meets at a barrier, see everything written before *at.
+// Waits until *at has reached `wanted`, counted modulo 2^32. Afterwards plain loads of this thread, and of threads that
+// synchronize with it at a barrier, see all data that the peer wrote before *at.
 //
-// After `patience` one of the waiting threads writes `report` ([7] words of host memory, see `Waiting`) and ends the program.
-// The other threads keep waiting: a second trap would end the program before the report is complete.
+// After `patience` milliseconds, one of the waiting threads writes `report` ([7] words of host memory, see `Waiting`) and ends
+// the program. The other threads continue to wait, because a second trap could end the program before the report is complete.
 __device__ inline void await(const uint32_t* at, uint32_t wanted, const Waiting& waiting, uint32_t peer) {
     const uint64_t began = nanoseconds();
     uint32_t seen;
@@ -72,9 +74,9 @@ __device__ inline void store_release(uint32_t* at, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// The largest of the values of all ranks, as bits: amaxes are not negative, and NaN is larger than all. Agreement e
-// uses half e % 2 of the slot; a rank that begins e + 2 has seen that all ranks began e + 1, so that all ranks have
-// read e.
+// Computes the largest of the values of all ranks. Values are compared as bits: amaxes are not negative, and NaN is larger than
+// all numbers. Agreement e uses half e % 2 of the payload of the slot. A rank that begins agreement e + 2 has seen that all
+// ranks began e + 1, so that all ranks have read the values of e.
 __global__ void __launch_bounds__(kAgreeThreads) agree_kernel(const uint64_t* slots, AgreeJob job, Waiting waiting) {
     uint32_t* mine = header(slots[waiting.rank]);
     const uint32_t use = mine[kUses] + 1, rank = waiting.rank, world = waiting.world;

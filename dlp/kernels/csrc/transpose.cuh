@@ -1,5 +1,5 @@
-// Codes that both orientations share, because one scale covers the tile or the tensor: encoded once, then transposed as bytes
-// in registers (an 8x8 patch by 32 byte permutations and swaps).
+// Casts in which one scale covers the tile or the tensor, so that both orientations have the same codes: a patch is encoded
+// once, and its bytes are transposed in registers.
 #pragma once
 
 #include "tile.cuh"
@@ -16,7 +16,7 @@ __device__ inline void transpose_4x4(uint32_t& a, uint32_t& b, uint32_t& c, uint
     d = __byte_perm(ab_high, cd_high, 0x7632);
 }
 
-// Transposes 8x8 bytes: each of the four 4x4 quarters, then the upper right and the lower left quarter are exchanged.
+// Transposes 8x8 bytes: transposes each of the four 4x4 quarters, then exchanges the upper right and the lower left quarter.
 __device__ inline void transpose_8x8(uint2 (&row)[8]) {
     transpose_4x4(row[0].x, row[1].x, row[2].x, row[3].x);
     transpose_4x4(row[0].y, row[1].y, row[2].y, row[3].y);
@@ -30,8 +30,7 @@ __device__ inline void transpose_8x8(uint2 (&row)[8]) {
     }
 }
 
-// Stores the codes of a patch, one row per step, in the requested orientations. Contains a barrier if codes_t is
-// requested.
+// Stores the codes of a patch, row[i] for row i, in the requested orientations. Contains a barrier if codes_t is requested.
 template <class T, class Job>
 __device__ void write_codes(uint2 (&row)[kPatch], const Tile<T, Job>& tile, ColumnWriter& columns) {
     if (uint8_t* codes = tile.job->codes) {
@@ -49,7 +48,7 @@ __device__ void write_codes(uint2 (&row)[kPatch], const Tile<T, Job>& tile, Colu
 }
 
 // Casts the patch of a tile by one scale and stores the requested outputs; with `kObserve` also staging = max(staging,
-// max |x|). `scratch` holds one word per warp. Contains barriers.
+// max |x|). `scratch` has one word per warp. Contains barriers.
 template <class F8, bool kObserve, class T>
 __device__ void cast_by_scale(const TensorJob& job, const Tile<T, TensorJob>& tile, const Octet<T> (&patch)[kPatch], float scale,
                               ColumnWriter& columns, uint32_t* scratch) {

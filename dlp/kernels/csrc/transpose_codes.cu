@@ -1,10 +1,9 @@
-// Transposes of codes of a byte, [rows, cols] -> [cols, rows], and of half a byte, [rows, cols / 2] -> [cols, rows / 2], for
-// gathered operands with a transposable payload. Bitwise equal to reference.fp4.transpose_e2m1, and for bytes to
-// x.t().contiguous().
+// Transposes of codes: one byte per code, [rows, cols] -> [cols, rows], or half a byte per code, [rows, cols / 2] -> [cols,
+// rows / 2]. For gathered operands whose columnwise codes are the transpose of the rowwise codes. Bitwise equal to
+// x.t().contiguous() for bytes, and to reference.fp4.transpose_e2m1 for half bytes.
 //
 // Grid: one 128x128 tile per block of 256 threads, patches in registers, transposed there and written through shared memory
-// (tile.cuh). Bound by memory: 2 bytes per element of FP8, 1 of E2M1; 0.85 and 0.78 of the speed of a copy on an H200. Nibbles:
-// rows and cols are even.
+// (tile.cuh). Bound by memory: 2 bytes per element of FP8, 1 of E2M1. For half bytes, rows and cols must be even.
 #include "nibbles.cuh"
 #include "transpose.cuh"
 
@@ -13,7 +12,7 @@ namespace {
 
 constexpr int kBlocksPerSm = 4;
 
-// Loads min(valid, sizeof(Word)) bytes, the rest is 0.
+// Loads the first min(valid, sizeof(Word)) bytes; the others are 0.
 template <class Word>
 __device__ Word load_codes(const uint8_t* from, int64_t valid) {
     if (valid >= int64_t(sizeof(Word)) && reinterpret_cast<uintptr_t>(from) % sizeof(Word) == 0)

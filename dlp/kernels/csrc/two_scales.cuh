@@ -1,11 +1,12 @@
-// Codes with one scale per row in one orientation and one scale per column in the other: encoded twice from one read.
+// Casts with one scale per row (or row block) in one orientation and one per column in the other: the elements are read once
+// and encoded twice.
 #pragma once
 
 #include "tile.cuh"
 
 namespace dlp {
 
-// The scales of the eight rows, or columns, of a patch, read from shared memory at a multiple of 16 bytes.
+// The scales of the eight rows, or of the eight columns, of a patch, read from shared memory; the address is a multiple of 16.
 struct Scales {
     float of[kPatch];
 
@@ -30,8 +31,8 @@ __device__ void put_columns(const Octet<T> (&patch)[kPatch], const Scales& scale
     for (int j = 0; j < kPatch; ++j) columns.put(j, encode_column<F8>(patch, j, scales.of[j]));
 }
 
-// Casts the patch of a tile and stores the requested orientations. `scale` [256], in shared memory: scales of the
-// tile's rows, then of the columns. Contains a barrier if codes_t is requested.
+// Casts the patch of this thread and stores the requested orientations. `scale` [256], in shared memory: scales of the rows of
+// the tile, then of the columns. Contains a barrier if codes_t is requested.
 template <class F8, class T, class Job>
 __device__ void write_scaled(const Octet<T> (&patch)[kPatch], const float* scale, const Tile<T, Job>& tile,
                              ColumnWriter& columns) {

@@ -1,15 +1,14 @@
-// FP8 codec of a reduce-scatter (ReduceCodec "fp8"): pack_fp8_wire quantizes the contribution [rows, cols] of a rank to E4M3
-// with one fp32 scale per 128 columns, sum_fp8_wire adds the contributions of R ranks. Bitwise equal to reference.wire.pack_fp8
-// and sum_fp8.
+// FP8 wire of a reduce-scatter: pack_fp8_wire quantizes the contribution [rows, cols] of a rank to E4M3 with one fp32 scale per
+// 128 columns, sum_fp8_wire adds the contributions of R ranks. Bitwise equal to reference.wire.pack_fp8 and sum_fp8, except for
+// the payload of a NaN.
 //
-// Packing: 16 threads hold a block, one octet per thread, and reduce their maxima by shuffles. Magnitudes are compared
-// as bits, so that NaN exceeds Inf, and Inf exceeds all numbers: scale_inv of such a block is NaN or Inf, and no value
-// of the block decodes to a finite value. The sum reads each contribution once, adds in fp32 in the order of the ranks
-// and rounds once.
+// Packing: 16 threads process a block of 128, one octet per thread, and reduce their maxima by shuffles. Magnitudes are
+// compared as bits, so that NaN exceeds Inf, and Inf exceeds all numbers: scale_inv of such a block is NaN or Inf, and no value
+// of the block decodes to a finite value. The sum reads each contribution once, adds in fp32 in the order of the ranks and
+// rounds once.
 //
-// If cols % 8 == 0, codes are read and written eight at a time, and a bf16 sum 16 bytes at a time: the addresses must
-// be multiples of 8 and 16 bytes, which is checked. Torch's allocations and the fields of a record are aligned to 256
-// bytes.
+// If cols % 8 == 0, codes are read and written eight at a time, and a bf16 sum 16 bytes at a time. The addresses must then be
+// multiples of 8 and 16, which the host functions check.
 #include "fp8.cuh"
 
 namespace dlp {
@@ -17,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int64_t kBlock = 128;
-constexpr unsigned kLanes = kBlock / 8;  // threads that hold a block
+constexpr unsigned kLanes = kBlock / 8;  // threads that process a block of 128
 constexpr uint32_t kInfinity = 0x7F800000u;
 
 template <class T>
@@ -34,8 +33,8 @@ __global__ void __launch_bounds__(kThreads) pack_fp8_wire_kernel(const __grid_co
     const int64_t step = int64_t(gridDim.x) * blockDim.x / kLanes;
     const T* x = static_cast<const T*>(job.x);
     const bool aligned = job.cols % 8 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
-    // Both halves of a warp stay in the loop together, since lanes exchange maxima: the loop ends when the lower half
-    // is past the last block.
+    // Both halves of a warp leave the loop together, because all lanes take part in the shuffles: the loop ends when the lower
+    // half is past the last block.
     const int64_t first = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / kLanes, lane = threadIdx.x % kLanes;
     for (int64_t at = first; at - int64_t(threadIdx.x / kLanes % 2) < blocks; at += step) {
         const int64_t row = at < blocks ? divide(at, across) : 0, column = kBlock * (at - row * across) + 8 * lane;

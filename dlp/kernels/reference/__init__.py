@@ -2,7 +2,7 @@
 
 Scale arithmetic is IEEE binary32 with rounding to nearest even and denormals, in the order of the code: one wrong ulp in a
 scale changes codes at ties. Casts widen inputs to fp32 before the multiplication by the scale. An amax starts at 0, ignores NaN
-and preserves Inf (the semantics of CUDA's fmax). No function copies a value to the host.
+and preserves Inf (the semantics of CUDA's fmax). Only `grouped_fp8_rowwise` copies values to the host.
 
     fp8.py      amax, blocks, scales, E4M3 and E5M2, casts per tensor and block, the update of delayed scales, sums over ranks
     mx.py       E8M0 scales and MXFP8
@@ -14,6 +14,7 @@ and preserves Inf (the semantics of CUDA's fmax). No function copies a value to 
     checksums.py  sums of the bits of tensors
     layout.py   the scale layouts that GEMM kernels read
     gemm.py     the GEMM of every pair of formats
+    wire.py     FP8 codes for contributions of a reduction, and their sum
 """
 
 from dlp.kernels.reference.activations import (

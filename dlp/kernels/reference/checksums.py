@@ -1,4 +1,4 @@
-"""Checksums of the bits of tensors, which detect a flipped bit and words in another order."""
+"""Checksums of the bits of tensors, which detect a flipped bit and exchanged words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ROW = 1024  # words
+ROW = 1024  # number of 8-byte words in a row of the computation
 
 
 def checksums(*tensors: Tensor) -> Tensor:
@@ -20,8 +20,8 @@ def checksums(*tensors: Tensor) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """The checksum, from sums of rows and columns of the words, which need no memory of the size of the tensor: word ROW r + c
-    has the weight 2 ROW r + (2 c + 1)."""
+    """Return the checksum of one tensor. The words are summed by rows and by columns, which needs no temporary memory of the
+    size of the tensor: word ROW r + c has the weight 2 ROW r + (2 c + 1)."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if len(data) % (8 * ROW) or data.storage_offset() % 8:
         data = F.pad(data, (0, -len(data) % (8 * ROW)))

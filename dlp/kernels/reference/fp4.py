@@ -30,7 +30,8 @@ def _nearest_code(y: Tensor) -> Tensor:
     y = y.nan_to_num(nan=LARGEST)
     magnitude = y.abs().clamp(max=LARGEST)
     binade = (magnitude.view(torch.int32) & EXPONENT).clamp(min=ONE)
-    pusher = binade + (22 << 23)  # 22 binades above, the last bit of a sum is one grid step: the sum rounds to the grid
+    # a number 22 binades above: the last bit of the sum below is one grid step, so that the addition rounds to the grid
+    pusher = binade + (22 << 23)
     index = (magnitude + pusher.view(torch.float32)).view(torch.int32) - pusher
     return ((y.view(torch.int32) >> 28) & 8) | (index + ((binade - ONE) >> 22))
 
@@ -70,7 +71,8 @@ def encode_e2m1_stochastic(y: Tensor, random: Tensor) -> Tensor:
 
 def pack_e2m1(codes: Tensor) -> Tensor:
     """Pack codes 0..15 [..., C], C even, into bytes [..., C/2], with even elements in the low nibbles."""
-    pairs = codes.contiguous().view(-1).view(torch.int16)  # low byte: even element (flat: no tokens, odd strides)
+    # low byte: even element; flat first, because an empty tensor may have strides that view(dtype) refuses
+    pairs = codes.contiguous().view(-1).view(torch.int16)
     return (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
@@ -103,7 +105,10 @@ def philox_4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tens
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        p0, p1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]  # wraps into the sign: the 64 bits are right
+        p0, p1 = (
+            c0 * PHILOX_MULTIPLIERS[0],
+            c2 * PHILOX_MULTIPLIERS[1],
+        )  # may overflow into the sign: the 64 bits are correct
         c0, c1, c2, c3 = ((p1 >> 32) & WORD) ^ c1 ^ k0, p1 & WORD, ((p0 >> 32) & WORD) ^ c3 ^ k1, p0 & WORD
         k0, k1 = (k0 + PHILOX_KEY_STEPS[0]) & WORD, (k1 + PHILOX_KEY_STEPS[1]) & WORD
     return c0, c1, c2, c3

@@ -60,7 +60,7 @@ def watched(x: Tensor, flag: Tensor | None) -> Tensor:
 
 
 def into(out: Parts | None, parts: Parts) -> Parts:
-    """Copy the parts of an operand to `out`, if given, and return the result."""
+    """Copy the parts of an operand to `out` and return `out`; without `out`, return the parts."""
     if out is None:
         return parts
     torch._foreach_copy_(list(out), list(parts))
@@ -109,7 +109,8 @@ def scale_from_amax(
 
 
 def encode_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return FP8 codes of fp32 values: nearest even, saturating (also Inf), NaN -> 0x7F without sign, with the sign of zero."""
+    """Return FP8 codes of fp32 values, rounded to nearest even. Inf and large values saturate, NaN gives 0x7F for either sign,
+    and zeros preserve their sign."""
     largest = FP8_MAX[dtype]
     codes = x.clamp(-largest, largest).to(dtype).view(torch.uint8)
     not_nan_sign = (codes & 0x7F).add_(1).bitwise_and_(0x80).bitwise_not_()  # NaN is 0x7F or 0xFF: adding 1 carries
@@ -122,7 +123,7 @@ def _decode_table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def decode_fp8(codes: Tensor) -> Tensor:
-    """Return the exact fp32 values of FP8 codes, by a table: torch's conversion is five times slower on a CPU."""
+    """Return the exact fp32 values of FP8 codes, by a table, which is faster than torch's conversion on a CPU."""
     table = _decode_table(codes.dtype, codes.device)
     return table.index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
 
@@ -231,7 +232,8 @@ AMAX_ALGORITHMS: dict[str, AmaxAlgorithm] = {"max": _largest, "most_recent": _ne
 
 
 def delayed_scale(window: Tensor, scale: Tensor, target: Tensor, algorithm: str | AmaxAlgorithm) -> Tensor:
-    """Return the new scale [n] of amaxes fp32 [L, n], oldest first: target / amax, or `scale` for an amax of 0, Inf or NaN.
+    """Return the new scale [n] from the amaxes `window`, fp32 [L, n], oldest first: target / amax, where `algorithm` chooses
+    the amax of each slot; the old `scale` for an amax of 0, Inf or NaN.
 
     `algorithm`: "max", "most_recent", or a function of the window that returns amaxes [n].
     """

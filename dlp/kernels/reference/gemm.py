@@ -16,7 +16,7 @@ from dlp.kernels.reference.fp8 import Block, decode_fp8, decode_fp8_block
 from dlp.kernels.reference.mx import decode_mxfp8
 from dlp.kernels.reference.nvfp4 import decode_nvfp4, nvfp4_alpha
 
-PROMOTION = 128  # number of contraction elements that are summed before the scales are applied
+PROMOTION = 128  # number of products that are summed before the scales are applied
 INT8_PRODUCTS = 2**17 - 8  # number of products of two int8 whose sum fits int32; a multiple of 8
 FOLDED_PRODUCTS = 2**15 - 8  # the same for products of differences of int8, which have two more bits
 
@@ -24,8 +24,8 @@ FOLDED_PRODUCTS = 2**15 - 8  # the same for products of differences of int8, whi
 def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
     """Return a [rows, C] @ b [cols, C].T in fp32 [rows, cols], for fp32 operands whose values are exact in bf16.
 
-    Every unit computes exact products and fp32 sums, so that CPUs may use bf16 units, which may treat bf16 denormals (below
-    2^-126) as 0.
+    bf16 units compute exact products of such values and sum them in fp32, so that a CPU may use its bf16 units too. These may
+    treat bf16 denormals (below 2^-126) as 0.
     """
     if a.is_cuda:
         return torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)

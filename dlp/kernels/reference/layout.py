@@ -17,12 +17,13 @@ def pad_scales(scales: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def block_1d_layout(scale_inv: Tensor) -> Tensor:
-    """Return 1x128 FP8 scales [rows, C blocks] as [C blocks, rows padded to a multiple of 4], the layout VEC128_32F."""
+    """Return 1x128 FP8 scales [rows, C blocks] as [C blocks, rows padded to a multiple of 4] (cuBLASLt's VEC128_32F)."""
     return pad_scales(scale_inv.t(), 1, 4).contiguous()
 
 
 def block_2d_layout(scale_inv: Tensor) -> Tensor:
-    """Return 128x128 FP8 scales [row tiles, C tiles] as [row tiles, C tiles padded to a multiple of 4] (BLK128x128_32F)."""
+    """Return 128x128 FP8 scales [row tiles, C tiles] as [row tiles, C tiles padded to a multiple of 4] (cuBLASLt's
+    BLK128x128_32F)."""
     return pad_scales(scale_inv, 1, 4).contiguous()
 
 
@@ -42,7 +43,8 @@ def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1)
 
 
 def unswizzle_128x4(tiles: Tensor, lines: int, blocks: int) -> Tensor:
-    """Return the scales [lines, blocks], one scale for every line, of a flat tensor of 128x4 tiles: the inverse."""
+    """Return the scales [lines, blocks], one scale for every line, of a flat tensor of 128x4 tiles: the inverse of
+    `swizzle_128x4`."""
     across = -(-blocks // 4)
     return tiles.view(-1, across, 32, 4, 4).permute(0, 3, 2, 1, 4).reshape(-1, 4 * across)[:lines, :blocks]
 
@@ -51,7 +53,7 @@ def mx_from_block_scales(scale_inv: Tensor, contraction: int) -> Tensor:
     """Return power-of-two fp32 scales of 128 elements [row blocks, ceil(C/128)] as E8M0 bytes of 32 elements [row blocks,
     ceil(C/32)].
 
-    The byte is the exponent field: 2^-127, a denormal, has the field 0, which E8M0 reads as 2^-127.
+    The byte is the exponent field of the fp32 scale. The denormal 2^-127 has the field 0, which E8M0 also reads as 2^-127.
     """
     byte = (scale_inv.contiguous().view(torch.int32) >> 23).to(torch.uint8)
     return byte.repeat_interleave(4, 1)[:, : -(-contraction // 32)].contiguous()

@@ -2,7 +2,7 @@
 
 There are two rules for scales. "ceil" is the smallest power of two without saturation; "floor" is the rule of the OCP MX
 specification v1.0, which saturates amaxes in the upper part of a binade and diverges in training. torch's conversion to E8M0
-rounds to nearest, so that this module computes the bytes from the bits of the binary32.
+rounds to nearest; this module therefore computes the bytes from the bits of the binary32.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def encode_e8m0(v: Tensor, *, round_up: bool) -> Tensor:
     Values from 0 to 2^-127 give 0x00, and Inf gives 0xFE.
     """
     exponent, mantissa = _exponent(v), v.view(torch.int32) & MANTISSA
-    exact = torch.where(exponent == 0, 0x400000, 0)  # a denormal reaches 2^-127 with half of its mantissa
+    exact = torch.where(exponent == 0, 0x400000, 0)  # the denormal 2^-127 has the mantissa 0x400000
     byte = exponent + (mantissa > exact) if round_up else exponent
     return byte.clamp(max=LARGEST).masked_fill(torch.isnan(v), NAN).to(torch.uint8)
 
@@ -77,7 +77,7 @@ def cast_mxfp8(
 ) -> Parts:  # fmt: skip
     """Return codes [rows, C] of `dtype` and E8M0 bytes [row blocks, C blocks] of x [rows, C]; `rule`: "ceil" or "floor".
 
-    The amax of a block ignores NaN under "ceil" and keeps it under "floor".
+    The amax of a block ignores NaN under "ceil"; under "floor" it is NaN if an element is NaN.
     """
     wide = to_blocks(widen(watched(x, flag)), block)
     amax = amax_of_blocks(wide) if rule == "ceil" else wide.abs().amax((1, 3))
@@ -98,7 +98,7 @@ def cast_mxfp8_both(
 def decode_mxfp8(codes: Tensor, scale: Tensor, block: Block) -> Tensor:
     """Return fp32 values [rows, C] of codes [rows, C] with E8M0 bytes [row blocks, C blocks].
 
-    The values are exact in bf16 for bytes of 10..246 (E4M3) or 17..239 (E5M2) and for the zero block's 0.
+    The values are exact in bf16 for bytes of 10..246 (E4M3) or 17..239 (E5M2), and for blocks of zeros.
     """
     wide = to_blocks(decode_fp8(codes), block)
     return from_blocks(wide * spread(decode_e8m0(scale)), (codes.shape[0], codes.shape[1]))

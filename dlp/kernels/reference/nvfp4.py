@@ -4,7 +4,7 @@
     s8    = e4m3(amax_block * fl(S_enc * fl(1/6)))
     q     = e2m1(x / (s8 / S_enc))
 
-The order of these products is part of the format: another order changes the scale of one block in 1,500. The amax is stored. A
+The order of these products is part of the format: another order changes the scales of some blocks. The amax is stored. A
 decoded value is e2m1 * (s8 * amax / 2688). A GEMM multiplies e2m1 * s8, which is exact in bf16, and applies the amaxes of both
 operands at the end. (arXiv 2509.25149.)
 
@@ -61,12 +61,12 @@ def nvfp4_tensor_scale(amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4_block_scale(block_amax: Tensor, tensor_encode: Tensor) -> Tensor:
-    """Return the scales of blocks before the rounding to E4M3, of amaxes of blocks and S_enc, fp32."""
+    """Return the fp32 scales of blocks, before the rounding to E4M3, from the amaxes of the blocks and S_enc."""
     return (block_amax * (tensor_encode * (1 / E2M1_MAX))).clamp(max=FLT_MAX)
 
 
 def nvfp4_encode_scale(scale: Tensor, tensor_decode: Tensor) -> Tensor:
-    """Return the fp32 multipliers of a cast to E2M1, of E4M3 scales of blocks and S_dec; FLT_MAX for a scale of 0."""
+    """Return the fp32 multipliers of a cast to E2M1, from the E4M3 scales of blocks and S_dec; FLT_MAX for a scale of 0."""
     return (decode_fp8(scale) * tensor_decode).reciprocal().clamp(max=FLT_MAX)
 
 
@@ -121,7 +121,8 @@ def _cast_four_over_six(
 def cast_nvfp4(
     x: Tensor, amax: Tensor, block: Block, *, random: Tensor | None = None, four_over_six: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return packed codes [rows, C/2] and E4M3 scales [row blocks, C/16] of x [rows, C] and the agreed amax, fp32 [].
+    """Return packed codes [rows, C/2] and E4M3 scales [row blocks, C/16] of x [rows, C]. `amax`, fp32 []: amax of the tensor,
+    on which the ranks of the amax group agree.
 
     random          bytes [rows, C] for stochastic rounding; None: round to nearest
     four_over_six   choose between two scales for each block; only with rounding to nearest
@@ -145,8 +146,8 @@ def cast_nvfp4(
 def decode_nvfp4(packed: Tensor, scale: Tensor, block: Block, amax: Tensor | None = None) -> Tensor:
     """Return fp32 values [rows, C] of packed codes [rows, C/2] with E4M3 scales [row blocks, C/16].
 
-    With `amax` the result is fl(e2m1 * fl(fl(scale * amax) * fl(1/2688))). Without `amax` the result is e2m1 * scale, the
-    factor that a GEMM multiplies, which is exact in bf16.
+    With `amax` the result is fl(e2m1 * fl(fl(scale * amax) * fl(1/2688))). Without `amax` the result is e2m1 * scale, which
+    is exact in bf16; a GEMM multiplies these values.
     """
     factor = decode_fp8(scale)
     if amax is not None:
@@ -156,7 +157,7 @@ def decode_nvfp4(packed: Tensor, scale: Tensor, block: Block, amax: Tensor | Non
 
 
 def nvfp4_alpha(a_amax: Tensor, b_amax: Tensor) -> Tensor:
-    """Return the factor of the accumulator of a GEMM: fl(fl(amaxA * amaxB) * fl(1 / (36 * 448 * 448)))."""
+    """Return the factor by which a GEMM multiplies its sums: fl(fl(amaxA * amaxB) * fl(1 / (36 * 448 * 448)))."""
     return a_amax * b_amax * (1 / (E2M1_MAX * E2M1_MAX * E4M3_MAX * E4M3_MAX))
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from dlp.kernels.reference.fp8 import widen
 
-LANES, WARPS, OCTET = 32, 4, 8  # lanes and warps of a row, and elements per thread and step
-NORM_PARTS = 512  # sums over every 512th row
-TILE = 128
-PATCHES = (8, 2, 8)  # rows of a tile: warps, patches per warp, rows per patch
-GROUPS = 32
+LANES, WARPS, OCTET = 32, 4, 8  # threads per warp, warps per row, adjacent elements that a thread reads at a time
+NORM_PARTS = 512  # number of partial sums over rows: part i sums the rows i, i + 512, ...
+TILE = 128  # rows of a tile of `tile_sums`
+PATCHES = (8, 2, 8)  # rows of a tile as (warps, patches per warp, rows per patch)
+GROUPS = 32  # number of groups of parts in `sum_parts`
 
 
 def by_halves(x: Tensor, dim: int) -> Tensor:
@@ -49,7 +49,9 @@ def row_sums(x: Tensor) -> Tensor:
 
 def _row_means(x: Tensor) -> Tensor:
     sums = row_sums(x)
-    return sums / torch.full_like(sums, x.shape[1])  # a GPU multiplies by the reciprocal of a number
+    return sums / torch.full_like(
+        sums, x.shape[1]
+    )  # torch on a GPU divides by a number by multiplying with its reciprocal
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 def sum_parts(parts: Tensor) -> Tensor:
-    """Return the sum [C] of fp32 parts [count, C]: every 32nd part in order, then the 32 sums by halves."""
+    """Return the sum [C] of fp32 parts [count, C]: the parts i, i + 32, ... are added in order, then the 32 sums by halves."""
     return by_halves(in_order(_groups(parts, GROUPS), 0), 0)
 
 
@@ -79,8 +81,8 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 def tile_sums(x: Tensor) -> Tensor:
-    """Return the column sums fp32 [tiles, C] of tiles of 128 rows of x [rows, C]: eight rows in order, then pairs, then by
-    halves."""
+    """Return the column sums fp32 [tiles, C] of tiles of 128 rows of x [rows, C]. The 8 rows of a patch are added in order,
+    then the 2 patches of a warp, then the 8 warps by halves."""
     tiles = _groups(widen(x), TILE).unflatten(1, PATCHES)
     eights = tiles[..., 0, :]
     for line in range(1, PATCHES[2]):

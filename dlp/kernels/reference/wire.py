@@ -1,8 +1,8 @@
 """FP8 codes for contributions of a reduction: E4M3 with one fp32 scale per 128 features, and the sum of the contributions.
 
-Each contribution is quantized once and decoded to fp32 in the sum: no partial sum is rounded. The error of an element x in a
-block with the largest magnitude A is at most |x| * 2**-4 + A / 448 * 2**-10: half a step of E4M3 for normal numbers, or half a
-step of subnormal numbers.
+Each contribution is quantized once and decoded to fp32 before it is added; partial sums stay in fp32. The error of an element x
+in a block with the largest magnitude A is at most |x| * 2**-4 + A / 448 * 2**-10: half a step of E4M3 for normal numbers, or
+half a step of subnormal numbers.
 
 The scale also carries non-finite values: a block with a NaN has the scale NaN, a block with an Inf has the scale Inf, and no
 value of such a block decodes to a finite value. A block of zeros has the scale 1. Scales are never denormal.
@@ -18,7 +18,7 @@ from dlp.kernels.reference.fp8 import FP8_MAX, decode_fp8, encode_fp8, with_own
 
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
-Own = tuple[int, Tensor, Tensor]  # rank, codes and scales
+Own = tuple[int, Tensor, Tensor]  # index of a rank whose contribution is stored elsewhere, its codes, its scale_inv
 LEAST_AMAX = FP8_MAX[E4M3] * 2.0**-126  # a smaller amax would give a denormal scale
 
 
@@ -26,9 +26,11 @@ def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return E4M3 codes [..., F] and fp32 scale_inv [..., ceil(F/128)] of x [..., F]; the last block may be partial."""
     features = x.shape[-1]
     blocks = F.pad(x.float(), (0, -features % BLOCK)).unflatten(-1, (-1, BLOCK))
-    amax = blocks.abs().amax(-1)  # NaN and Inf go through
+    amax = blocks.abs().amax(-1)  # NaN or Inf if the block contains NaN or Inf
     usual = amax.isfinite() & (amax > 0)
-    largest = torch.full_like(amax, FP8_MAX[E4M3])  # a number divided by a tensor is multiplied by its reciprocal
+    largest = torch.full_like(
+        amax, FP8_MAX[E4M3]
+    )  # torch computes number / tensor by the reciprocal, which rounds twice
     scale = torch.where(usual, largest / amax.clamp_min(LEAST_AMAX), 1.0)
     codes = encode_fp8(blocks * scale[..., None], E4M3).flatten(-2)[..., :features]
     return codes.contiguous(), torch.where(amax.isfinite(), scale.reciprocal(), amax)

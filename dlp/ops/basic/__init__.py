@@ -1,1 +1,1 @@
-"""The basic ops that dlp ships."""
+"""The basic ops of dlp."""

@@ -1,10 +1,11 @@
-"""Activations act(x), and gates act(gate) * up of siblings (gate, up) or of the halves of one tensor [gate, up].
+"""Activations act(x), and gates act(gate) * up, where gate and up are siblings or the halves of one tensor.
 
     GELU (tanh), QGELU, ReLU, SiLU, SReLU          act(x)
     SwiGLU, GEGLU, QGEGLU, ReGLU, SReGLU, GLU      act(gate) * up with SiLU, GELU, QGELU, ReLU, SReLU, sigmoid
-    ClampedSwiGLU                                  SwiGLU of clamped gate and up
+    ClampedSwiGLU                                  a SwiGLU with clamped gate and up
 
-Forward and backward return lazy matrices (`dlp.kernels.lazy_activations`), which the next cast may compute.
+Except for ClampedSwiGLU, forward and backward return lazy matrices (`dlp.kernels.lazy_activations`), which the next cast may
+compute.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from dlp.quant.recipe import Operand
 
 
 class _Activation(BasicOperation):
+    """Base of the activations. act: name of the function in `dlp.kernels.reference.ACTIVATIONS`."""
+
     act: str
     takes = frozenset({LAZY})
     launches = True
@@ -119,14 +122,16 @@ def _joined(*halves: Tensor, out: Tensor) -> None:
 
 
 class _Gate(BasicOperation):
+    """Base of the gates. act: name of the function of gate in `dlp.kernels.reference.ACTIVATIONS`."""
+
     act: str
     takes = frozenset({LAZY, MANY})
     launches = True
     in_casts = False
 
     def halves(self, input_: Value) -> tuple[Tensor, Tensor]:
-        """gate and up [..., F], of siblings or of the halves of x [..., 2 F]. Raises ValueError for three tensors, or
-        odd features."""
+        """Return gate and up, each [..., F]: the two siblings, or the halves of one tensor [..., 2 F]. Raises ValueError for
+        more than two tensors, siblings of different shapes, and an odd number of features."""
         values = each(input_)
         if len(values) == 2:
             gate, up = tensor_of(values[0]), tensor_of(values[1])
@@ -158,7 +163,7 @@ class _Gate(BasicOperation):
     def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         saved = ctx.saved_tensors
         gate, up = self.halves(saved if ctx.many else saved[0])
-        both = ops.GatedGrads(rows_of(grad_output), rows_of(gate), rows_of(up), self.act)  # computed at the first read
+        both = ops.GatedGrads(rows_of(grad_output), rows_of(gate), rows_of(up), self.act)  # computed when first read
         grads = ops.Produced(ops.GatedGrad(both, 0), gate.shape), ops.Produced(ops.GatedGrad(both, 1), up.shape)
         if ctx.many:
             return grads, ()
@@ -299,7 +304,7 @@ class ClampedSwiGLU(_Gate):
         torch.Size([16, 64])
     """
 
-    launches = False  # plain torch operations, which a recording of launches does not repeat
+    launches = False  # computes by operations of torch, which a replay of launches would not repeat
     settings = "limit", "alpha", "glu_linear_offset"
 
     def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0) -> None:

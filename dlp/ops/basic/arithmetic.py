@@ -1,10 +1,10 @@
-"""Small ops: addition of an extra input, an extra output, scaling, dropout, reshape.
+"""Ops without GEMM: add an extra input, return an extra output, scale, dropout, reshape, identity.
 
 AddExtraInput     x, extra -> x + extra             backward: dy to both
-MakeExtraOutput   x -> x and x                      backward: the sum of both gradients
+MakeExtraOutput   x -> x, and x as an extra output  backward: the sum of both gradients
 ConstantScale     x -> scale * x
-Dropout           x -> x * mask / (1 - p)           in eval x -> x
-Reshape           x -> x.view(shape)
+Dropout           x -> x * mask / (1 - p)           in eval mode: x -> x
+Reshape           x -> x.reshape(shape)
 Identity          x -> x
 """
 
@@ -26,7 +26,7 @@ from dlp.quant.recipe import Operand
 
 
 def added(x: Tensor, other: Tensor) -> Tensor:
-    """x + other in new memory, by an operation of torch that can be captured."""
+    """Return x + other in new memory, computed by torch through `by_torch`, so that the pass can be captured."""
     return by_torch(torch.add, torch.empty_like(x, dtype=torch.result_type(x, other)), x, other)
 
 
@@ -34,13 +34,13 @@ class AddExtraInput(BasicOperation):
     """Add an extra input to the input.
 
     Args:
-        in_place: write the sum into the extra input; nothing else may read the former values.
+        in_place: write the sum into the extra input. The former values are lost: no other code may need them.
 
     Shape:
         - input, extra input, output: [...], equal shapes
 
     Raises:
-        ValueError: for different shapes, and in place for a leaf tensor that requires a gradient.
+        ValueError: for different shapes, and with in_place=True for an extra input that is a leaf and requires a gradient.
 
     Examples:
         >>> model = ops.Sequential(ops.Linear(64, 64), ops.AddExtraInput())
@@ -58,8 +58,8 @@ class AddExtraInput(BasicOperation):
         self.in_place = in_place
 
     def check(self, shape: Sequence[int], extra: Tensor) -> None:
-        """Raise ValueError for an extra input whose shape differs from `shape` of the input, or for a leaf that would
-        be written to."""
+        """Raise ValueError for an extra input whose shape differs from `shape`, the shape of the input, and for a leaf that
+        needs a gradient but would be written to."""
         if tuple(extra.shape) != tuple(shape):
             raise ValueError(f"AddExtraInput: the input is {tuple(shape)} and the extra input {tuple(extra.shape)}")
         if self.in_place and extra.requires_grad and extra.is_leaf and torch.is_grad_enabled():
@@ -91,11 +91,11 @@ class AddExtraInput(BasicOperation):
 
 
 class MakeExtraOutput(BasicOperation):
-    """Return the input as output and as an extra output; backward adds both gradients.
+    """Return the input as the output and as an extra output; backward adds both gradients.
 
     Args:
-        in_place: write the sum of the gradients into the gradient of the extra output; nothing else may read the former values.
-            New memory is used if another output has the same gradient.
+        in_place: write the sum of the gradients into the gradient of the extra output. Its former values are lost: no other
+            code may need them. If autograd passes the same gradient tensor for another output, too, new memory is used.
 
     Shape:
         - input, output, extra output: [...]
@@ -172,12 +172,13 @@ class ConstantScale(BasicOperation):
         return _scaled(grad_output, self.scale_of(ctx)), ()
 
     def scale_for(self, ctx: OperationContext) -> float:
-        """The scale of a forward; the backward uses the same scale, even if `scale` has changed."""
+        """Return the scale for this forward, and store it in ctx: backward uses it even if `scale` changes meanwhile."""
         ctx.scale = self.scale
         return self.scale
 
     def scale_of(self, ctx: OperationContext) -> float:
-        """The scale of the forward of this context; the current scale if a user-defined fused op ran forward."""
+        """Return the scale of the forward of this context; the current `scale` if a user-defined fused op ran that forward, and
+        stored none."""
         scale: float = getattr(ctx, "scale", self.scale)
         return scale
 
@@ -190,7 +191,7 @@ class Dropout(BasicOperation):
     """In training, set each element to zero with probability p and multiply the others by 1 / (1 - p).
 
     Args:
-        p: probability.
+        p: probability with which an element is set to zero.
 
     Shape:
         - input, output: [...]
@@ -229,7 +230,7 @@ class Reshape(BasicOperation):
     """Return x.reshape(shape).
 
     Args:
-        shape: sizes, of which one may be -1.
+        shape: new shape; one size may be -1.
 
     Shape:
         - input: [...]

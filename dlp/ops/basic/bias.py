@@ -1,4 +1,4 @@
-"""Bias: y = x + bias, for one tensor or for each of several siblings. ReturnedBias: y = x, and the bias as an extra output."""
+"""Bias: y = x + bias, for one tensor or for each sibling. ReturnedBias: y = x, and the bias is an extra output."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from dlp.quant.recipe import Operand
 
 
 class _BiasVectors(BasicOperation):
-    """Bias vectors that are parameters of this op or of a linear. where: for each vector, the module and the name of the
-    parameter."""
+    """Base of ops with bias vectors, which are parameters of this op or of a linear.
+
+    where: for each vector, the module that has the parameter, and the name of the parameter.
+    """
 
     where: Sequence[tuple[Any, str]]
 
     @classmethod
     def of(cls, linear: Any) -> Self:
-        """An op that reads the biases of a `Linear`; the biases remain parameters of the `Linear`."""
+        """Create an op that reads the biases of a `Linear`. They remain parameters of the `Linear`."""
         op = cls.__new__(cls)
         nn.Module.__init__(op)
         vars(op)["where"] = tuple((member.module, member.bias) for member in linear.core.members)
@@ -41,20 +43,18 @@ class _BiasVectors(BasicOperation):
             parameter_is_gone(type(self).__name__, missing.args[0])
 
     def biases(self) -> list[Tensor]:
-        """This rank's vectors."""
+        """Return this rank's bias vectors as plain tensors."""
         return [held(parameter) for parameter in self.op_parameters()]
 
     def biases_for(self, ctx: OperationContext) -> list[Tensor]:
-        """This rank's vectors, to be added by this op or by a GEMM; backward returns gradients in the dtypes of the
-        vectors."""
+        """Return this rank's bias vectors for a forward, and store their dtypes in ctx, for the gradients."""
         biases = self.biases()
         ctx.dtypes = [bias.dtype for bias in biases]
         return biases
 
 
 def check_bias(bias: Tensor, shape: Sequence[int]) -> None:
-    """Raise ValueError for a bias whose size differs from the number of features: torch would broadcast a bias of size
-    1."""
+    """Raise ValueError if the size of a bias differs from the number of features of `shape`: torch would broadcast size 1."""
     if tuple(bias.shape) != tuple(shape[-1:]):
         raise ValueError(f"Bias: expected {bias.shape[0]} features; got a tensor of shape {tuple(shape)}")
 
@@ -66,11 +66,11 @@ def _biased(x: Tensor, bias: Tensor) -> Tensor:
 class Bias(_BiasVectors):
     """Add a bias.
 
-    Backward passes dy on. The cast of dy in the operation before, if there is one, sums the columns of dy in the same read; db
-    is summed in fp32 and then rounded.
+    Backward returns dy unchanged. If the operation before casts dy, the kernel of this cast also sums the columns of dy. db is
+    summed in fp32 and then rounded.
 
     Args:
-        size: number of features; one bias for each of several siblings.
+        size: number of features.
         device: device of the bias.
         dtype: dtype of the bias.
 
@@ -79,7 +79,8 @@ class Bias(_BiasVectors):
         - bias: [size]
 
     Raises:
-        ValueError: for an input of another size, and for another number of tensors than there are biases.
+        ValueError: for an input with another number of features, and for a tuple of siblings whose length is not the number of
+            biases.
 
     Examples:
         >>> ops.Bias(64)(torch.randn(16, 64)).shape
@@ -91,7 +92,7 @@ class Bias(_BiasVectors):
     passes_through = ("grad_output_quantizer",)
 
     def passed(self, quantizers: Operand | None) -> Operand | None:
-        """The quantizers of dy, which must arrive in high precision, since db is the sum of dy."""
+        """Return the quantizers of dy with an obstacle: dy must stay in high precision, since db is the sum of dy."""
         assert quantizers is None or isinstance(quantizers, LayerOperand)
         return None if quantizers is None else replace(quantizers, obstacle=BIAS_SUMS)
 
@@ -109,7 +110,7 @@ class Bias(_BiasVectors):
     def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         values, biases = [one.tensor() if is_handed(one) else one for one in each(input_)], self.biases_for(ctx)
         if len(values) != len(biases):
-            raise ValueError(f"Bias: expected {len(biases)} tensors, one for each vector; got {len(values)}")
+            raise ValueError(f"Bias: expected {len(biases)} tensors, one for each bias; got {len(values)}")
         for one, bias in zip(values, biases, strict=True):
             check_bias(bias, one.shape)
         return like_tuple([_biased(tensor_of(one), bias) for one, bias in zip(values, biases, strict=True)], input_)
@@ -117,8 +118,10 @@ class Bias(_BiasVectors):
     def op_backward(
         self, ctx: OperationContext, grad_output: Value, *, lazy: bool = False
     ) -> tuple[Value, Sequence[Tensor | None]]:
-        """lazy: a lazy gradient stays lazy, and the cast computes the gradient and the sums in one read; else the gradient is
-        stored first."""
+        """Return dy, and its column sums as lazy gradients of the biases.
+
+        lazy: whether a lazy dy stays lazy, so that the next cast computes dy and the sums together; False: dy is stored first.
+        """
         grads, sums, passed = each(grad_output), list[Any](), list[Any]()
         for grad, dtype in zip(grads, ctx.dtypes, strict=True):
             if grad is None:
@@ -139,7 +142,7 @@ class Bias(_BiasVectors):
 
 
 class ReturnedBias(_BiasVectors):
-    """The bias of a `Linear(return_bias=True)`: an extra output for each vector, a copy in the dtype of x."""
+    """Return x unchanged, and each bias of a `Linear(return_bias=True)` as an extra output, a copy in the dtype of x."""
 
     takes = frozenset({LAZY, MANY, HANDED})
     none_grads = True
@@ -166,12 +169,14 @@ class ReturnedBias(_BiasVectors):
 
 
 class LazyBiasGrad:
-    """The gradient of a bias, read after the backward of all ops, when a cast of dy may have computed the sums. summed: the
-    `Summed` of dy; dtype: dtype of the bias."""
+    """Gradient of a bias. It is read after the backward of all ops, because the cast of dy may compute it.
+
+    summed: dy, with column sums; dtype: dtype of the bias.
+    """
 
     def __init__(self, summed: Summed, dtype: torch.dtype) -> None:
         self.summed, self.dtype = summed, dtype
 
     def tensor(self) -> Tensor:
-        """The gradient [size], rounded once."""
+        """Return the gradient [size], rounded to the dtype of the bias."""
         return rounded(self.summed.sums(), self.dtype)

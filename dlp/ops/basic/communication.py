@@ -1,11 +1,11 @@
-"""AllGather, ReduceScatter, AllReduce over a process group, along the first dimension; sums in fp32, in the order of ranks.
+"""AllGather, ReduceScatter and AllReduce over a process group of R ranks. Sums are in fp32, in the order of ranks.
 
 AllGather       [M, C] -> [R*M, C]    backward: ReduceScatter
 ReduceScatter   [R*M, C] -> [M, C]    backward: AllGather
-AllReduce       [...] -> [...]        backward: dy
+AllReduce       [...] -> [...]        backward: dy unchanged
 
-Next to a linear that is not sharded over ranks the op is fused with the linear: the fused op gathers quantized x, or sums y
-with the overlap strategy of the linear (`dlp.ops.fused`).
+An AllGather before, or a ReduceScatter or AllReduce after, a linear that is not sharded over ranks is fused with the linear
+(`dlp.ops.fused`): the fused op gathers quantized x, or sums y, with the overlap strategy of the linear.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from dlp.quant.recipe import Operand
 
 
 class OfRanks(BasicOperation):
-    """Base of ops with a process group. process_group: the ranks, shared by copies of the op; None: this rank alone."""
+    """Base of ops with a process group. A deepcopy of the op has the same group, not a copy of it.
+
+    process_group: the ranks; None: this rank alone.
+    """
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
         super().__init__()
@@ -40,33 +43,35 @@ class OfRanks(BasicOperation):
 
 
 class _OverGroup(OfRanks):
-    """Base of the collectives. With one rank the op returns the input."""
+    """Base of the collectives. If the group has one rank, the op returns its input."""
 
     launches = True
     settings = ("process_group",)
 
     @property
     def is_single(self) -> bool:
-        """Whether the group has one rank, so that nothing is sent."""
+        """Whether the op sends nothing, since it has no group or the group has one rank."""
         return self.process_group is None or self.process_group.size() == 1
 
     def keep_group(self, ctx: OperationContext) -> ProcessGroup | None:
-        """The group of a forward; the backward uses the same group, even if `process_group` has changed."""
+        """Return the group for this forward, and store it in ctx: backward uses it even if `process_group` changes
+        meanwhile."""
         ctx.group = self.process_group
         return self.process_group
 
     def group_of(self, ctx: OperationContext) -> ProcessGroup | None:
-        """Return the group that the forward of this context used; before a forward, the group of the op."""
+        """Return the group that the forward of this context used; `process_group` if no forward has stored a group."""
         group: ProcessGroup | None = getattr(ctx, "group", self.process_group)
         return group
 
     @staticmethod
     def run(collective: Callable[..., Tensor], x: Value, group: ProcessGroup | None) -> Tensor:
-        """Run the collective; return x unchanged if there is one rank."""
+        """Run the collective over `group`; return x unchanged without a group."""
         return x if group is None else collective(x, group)
 
     def obstacle_to_fusion(self, spec: LinearSpec) -> str | None:
-        """Reason why a linear with this spec cannot fuse this op with equal bits; None: the ops can be fused."""
+        """Return the reason why fusion with a linear of this spec would change results or is not possible; None: this op can be
+        fused with the linear."""
         if self.is_single:
             return "the group has one rank, and nothing is sent"
         if spec.group is not None:
@@ -78,13 +83,13 @@ class _OverGroup(OfRanks):
         return None
 
     def extra_repr(self) -> str:
-        return "alone" if self.is_single else f"{self.process_group.size()} ranks"  # type: ignore[union-attr]
+        return "one rank" if self.is_single else f"{self.process_group.size()} ranks"  # type: ignore[union-attr]
 
 
 class AllGather(_OverGroup):
     """Gather rows of all ranks; backward reduce-scatters the gradient, summed in fp32 in the order of ranks.
 
-    Next to a linear that is not tensor-parallel, the gather is fused with the linear and sends quantized x.
+    Before a linear that is not tensor-parallel, the gather is fused with the linear and sends quantized x.
 
     Args:
         process_group: ranks; None: this rank alone, and the operation returns its input.
@@ -106,9 +111,10 @@ class AllGather(_OverGroup):
 
 
 class ReduceScatter(_OverGroup):
-    """Sum rows over ranks in fp32, in the order of ranks, and keep the rows of this rank; backward gathers the gradient.
+    """Sum rows over ranks in fp32, in the order of ranks, and return this rank's shard of the rows; backward gathers the
+    gradient.
 
-    Next to a linear that is not tensor-parallel, the sum is fused with the linear and its overlap strategy.
+    After a linear that is not tensor-parallel, the sum is fused with the linear, and overlaps with its GEMM.
 
     Args:
         process_group: ranks; None: this rank alone, and the operation returns its input.
@@ -130,7 +136,7 @@ class ReduceScatter(_OverGroup):
 
 
 class AllReduce(_OverGroup):
-    """Sum a tensor over ranks in fp32, in the order of ranks; backward passes the gradient on.
+    """Sum a tensor over ranks in fp32, in the order of ranks; backward returns the gradient unchanged.
 
     Args:
         process_group: ranks; None: this rank alone, and the operation returns its input.

@@ -1,7 +1,7 @@
-"""RMSNorm, LayerNorm, L2Normalization of x [..., C] over the last dimension, computed in fp32, rounded to the dtype of x.
+"""RMSNorm, LayerNorm and L2Normalization of x [..., C] over the last dimension, in fp32, rounded to the dtype of x.
 
-The first two return a lazy matrix (`dlp.kernels.lazy_matrix`), which the cast of the next linear may compute. Backward needs
-rstd and mean, which exist after the forward of all ops.
+RMSNorm and LayerNorm return a lazy matrix (`dlp.kernels.lazy_matrix`), which the cast of the next linear may compute. Backward
+reads rstd and mean of each row. The cast computes them, too, so they exist only after the forward of all ops.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def _plus_one(x: Tensor, *, out: Tensor) -> None:
 
 
 class _Norm(BasicOperation):
-    """normalized_shape: C, or a sequence with C alone; zero_centered_gamma: the factor is 1 + weight.
+    """Base of RMSNorm and LayerNorm.
 
-    Raises ValueError for several normalized dimensions, and for an x with another number of features.
+    normalized_shape: C, or a sequence of length 1 with C; zero_centered_gamma: multiply by 1 + weight. Raises ValueError for
+    several normalized dimensions, and for an x with another number of features.
     """
 
     launches = True
@@ -66,41 +67,43 @@ class _Norm(BasicOperation):
 
     @eps.setter
     def eps(self, value: float) -> None:
-        """Store eps as text, since `torch.compile(dynamic=True)` makes a variable of a float."""
+        """Store eps as text, since `torch.compile(dynamic=True)` would treat a float attribute as a variable."""
         self._eps = repr(float(value))
 
     def extra_repr(self) -> str:
         return f"{self.size}, eps={self.eps:g}{', zero_centered_gamma' * self.zero_centered_gamma}"
 
     def scale(self) -> Tensor:
-        """weight, or 1 + weight, [C], by torch."""
+        """Return the factor [C], weight or 1 + weight, as code that autograd differentiates."""
         return self.weight + 1 if self.zero_centered_gamma else self.weight
 
     def scale_by_launch(self) -> Tensor:
-        """`scale` inside a fuser: an operation of torch that can be captured, without autograd."""
+        """Return `scale` inside a fuser: computed through `by_torch`, so that the pass can be captured, and without
+        autograd."""
         weight = self.weight
         return by_torch(_plus_one, torch.empty_like(weight), weight) if self.zero_centered_gamma else weight
 
     def rows(self, input_: Value) -> Tensor:
-        """x as a matrix [M, C]. Raises ValueError for another number of features."""
+        """Return x as a stored matrix [M, C]. Raises ValueError if C is not `size`."""
         self.check(input_)
         x: Tensor = ops.stored(rows_of(input_))
         return x
 
     def check(self, input_: Value) -> None:
-        """Raise ValueError for another number of features."""
+        """Raise ValueError if the last dimension is not `size`."""
         if tuple(input_.shape[-1:]) != (self.size,):
             found = input_.shape[-1] if input_.shape else "no"
             raise ValueError(f"{type(self).__name__}: expected {self.size} features; got {found}")
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether a pass is observed but not traced, so that norms run the kernels of a fused pass, with equal bits."""
+    """Whether x has memory: it is not traced, fake or meta. `plain` then runs the kernels of a fused pass, with equal bits,
+    though a dispatch mode is active."""
     return not (torch.compiler.is_dynamo_compiling() or isinstance(x, FakeTensor) or x.is_meta)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """x [..., C], weight [C] -> y [..., C]."""
+    """RMSNorm by kernels of dlp: x [..., C], weight [C] -> y [..., C]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -117,7 +120,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _LayerNorm(torch.autograd.Function):
-    """x [..., C], weight and bias [C] -> y [..., C]."""
+    """LayerNorm by kernels of dlp: x [..., C], weight and bias [C] -> y [..., C]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -135,10 +138,10 @@ class _LayerNorm(torch.autograd.Function):
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square normalization: x / sqrt(mean(x^2) + eps) * weight.
+    """Compute root-mean-square normalization: x / sqrt(mean(x^2) + eps) * weight.
 
-    Before a linear that casts x of bf16 to E4M3, the cast computes the normalization on a GPU; the plan states where it does
-    not.
+    Before a linear that casts bf16 x to E4M3, the kernel of the cast computes the normalization on a GPU. If it does not, the
+    plan states the reason.
 
     Args:
         normalized_shape: size of the last dimension.
@@ -160,7 +163,7 @@ class RMSNorm(_Norm):
         return self.normed(ctx, ops.RmsNormed(self.rows(input_), self.scale_by_launch(), self.eps), input_.shape)
 
     def normed(self, ctx: OperationContext, lazy: ops.RmsNormed, shape: Sequence[int]) -> Value:
-        """A lazy norm as the output [..., C] of this op; the tensors that backward reads are saved."""
+        """Return a lazy norm as the output [..., C] of this op, and save the tensors for backward in ctx."""
         ctx.shape = tuple(shape)
         ctx.save_for_backward(lambda: lazy.matrix, lazy.weight, lambda: lazy.rstd)
         return ops.Produced(lazy, shape)
@@ -168,7 +171,7 @@ class RMSNorm(_Norm):
     def op_backward(
         self, ctx: OperationContext, grad_output: Value, *, residual: Tensor | None = None
     ) -> tuple[Value, Sequence[Tensor | None]]:
-        """residual [..., C]: added to dx in the same kernel."""
+        """Compute dx and dweight. residual: tensor [..., C] that the same kernel adds to dx; None: nothing is added."""
         x, weight, rstd = ctx.saved_tensors
         add = None if residual is None else rows_of(residual)
         dx, dweight = ops.rms_norm_backward(ops.stored(rows_of(grad_output)), x, weight, rstd, add)
@@ -183,10 +186,10 @@ class RMSNorm(_Norm):
 
 
 class LayerNorm(_Norm):
-    """Layer normalization: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
+    """Compute layer normalization: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias.
 
-    Before a linear that casts x of bf16 to E4M3, the cast computes the normalization on a GPU; the plan states where it does
-    not.
+    Before a linear that casts bf16 x to E4M3, the kernel of the cast computes the normalization on a GPU. If it does not, the
+    plan states the reason.
 
     Args:
         normalized_shape: size of the last dimension.

@@ -1,8 +1,8 @@
-"""Quantize: return a quantized tensor (`dlp.ops.handed`) for the next module, whose linears then need no cast.
+"""Quantize: return a quantized tensor (`dlp.ops.handed`), so that linears of the next module need not cast it.
 
-Before a linear of the same fuser the op does nothing, since the linear casts the input. At the end of a sequence the op
-quantizes as `reader` casts, by `recipe`, or by the recipe of the `dlp.autocast` region. Without a recipe, and for casts that
-belong to a layer (`handed.why_not`), the op returns the input.
+Before a linear of the same fuser the op does nothing, since the linear casts its input. At the end of a sequence the op
+quantizes as `reader` would, or by `recipe`, or by the recipe of the `dlp.autocast` region. Without a recipe, and if only the
+layer that reads the tensor can cast it (`handed.why_not`), the op returns its input.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ DENSE_DY = "passes dense dy: autograd passes dense gradients between traced ops"
 class Quantize(OfRanks):
     """Quantize the output in forward, the gradient of the input in backward, or both.
 
-    A linear reads the quantized tensor if its recipe quantizes in the same way. Otherwise the linear decodes and quantizes
-    again, with a note in the plan. By `recipe`, tensors of fp8_delayed, padded and stochastically rounded operands stay in high
-    precision, with the reason in the plan. With `reader`, only stochastically rounded operands, dy that a bias sums and dy of
-    siblings do.
+    A linear reads the quantized tensor if its recipe quantizes in the same way. Otherwise the linear decodes the tensor and
+    quantizes it again, with a note in the plan. Some tensors stay in high precision; the plan states the reason. With `recipe`
+    these are tensors with delayed scales, padding or stochastic rounding. With `reader` these include tensors with stochastic
+    rounding, and dy of a linear that has a bias or siblings.
 
     Args:
         forward: quantize the output.
         backward: quantize the gradient of the input.
         recipe: name of a recipe, or a `Recipe`; None: the recipe of the `dlp.autocast` region.
-        strict: raise ValueError if a linear cannot read the quantized tensor.
-        process_group: if the next linear gathers token shards: the ranks with these shards, which agree on scales.
-        reader: the linear of another module that reads the output (forward) or the gradient (backward): the tensor is cast as
-            this layer casts, including delayed scales (after `dlp.attach`), padding and agreement over ranks. The layer is not
-            a submodule of the op.
+        strict: raise ValueError if the tensor cannot be quantized, or if a linear cannot read the quantized tensor.
+        process_group: if the next linear gathers token shards: the ranks with these shards, which agree on scales; else None.
+        reader: the linear of another module that reads the output (forward) or the gradient (backward). The tensor is cast as
+            by this linear, including delayed scales (after `dlp.attach`), padding and agreement over ranks. The linear does not
+            become a submodule of the op. None: the recipe decides.
 
     Shape:
         - input, output: [..., C]
 
     Raises:
-        ValueError: for a reader together with a recipe, a group, or both passes.
-        TypeError: for a reader that is no linear of dlp.
+        ValueError: for a reader together with a recipe, a process_group, or both forward and backward.
+        TypeError: in forward, for a reader that is no linear of dlp.
 
     Examples:
         >>> quantize = ops.Sequential(ops.LayerNorm(64), ops.Quantize(recipe="fp8_current"))
@@ -72,7 +72,7 @@ class Quantize(OfRanks):
             )
         super().__init__(process_group)
         vars(self)["reader"] = reader  # not a submodule: the layer belongs to another module
-        self._high_precision: dict[str, str] = {}  # "x" or "dy" -> why the last call returned high precision
+        self._high_precision: dict[str, str] = {}  # "x" or "dy" -> reason why the last call did not quantize
         self.on_forward, self.on_backward, self.strict = forward, backward, strict
         self.recipe = None if recipe is None else recipes.as_recipe(recipe).for_layer("quantize")
         self._by_recipe = recipe_reader(self.recipe) if self.recipe is not None and process_group is None else None
@@ -82,7 +82,7 @@ class Quantize(OfRanks):
 
     @property
     def traced_note(self) -> str:  # type: ignore[override]
-        """Differences of traced calls, for the plan."""
+        """Text for the plan: how traced calls differ; "": no difference."""
         dense_y = self.on_forward and self.reader is None and self._recipe_reader() is None
         return "; ".join([DENSE_Y] * dense_y + [DENSE_DY] * self.on_backward)
 
@@ -92,16 +92,15 @@ class Quantize(OfRanks):
         return [f"returns {results[tensor]} in high precision: {why}" for tensor, why in self._high_precision.items()]
 
     def active_recipe(self) -> Recipe | None:
-        """The recipe of the autocast region if the region has a recipe, else the recipe of this op; None if there is no
-        recipe."""
+        """Return the recipe of the autocast region if there is one, else the recipe of this op; None: no recipe."""
         region = active_region()
         own = self.own_recipe()
         recipe = own if region is None or not region.enabled else region.recipe or own
         return None if recipe is None else recipe.for_layer("quantize")
 
     def _quantized(self, ctx: OperationContext, value: Value, tensor: str) -> Value:
-        """The value, quantized as the recipe of this pass casts "x" or "dy"; unchanged if that is not possible. Raises
-        ValueError if the op is strict."""
+        """Quantize the value as the recipe or the reader of this forward casts `tensor`, "x" or "dy". If that is not possible,
+        return the value unchanged, or raise ValueError if the op is strict."""
         recipe, strict, group, bound = ctx.how
         if isinstance(value, Handed) or (recipe is None and bound is None):
             return value
@@ -124,7 +123,7 @@ class Quantize(OfRanks):
         next_op_input_quantizer: Operand | None = None, **kwargs: Any,
     ) -> Value:  # fmt: skip
         bound = None if self.reader is None else bound_reader(self.reader)
-        # Backward uses the same, even if settings change meanwhile
+        # Backward uses the same settings, even if they change meanwhile
         ctx.how = self.active_recipe(), self.strict, self.process_group, bound
         ctx.quantizes_dx = self.on_backward and prev_op_grad_output_quantizer is None
         if not self.on_forward or next_op_input_quantizer is not None:
@@ -135,12 +134,12 @@ class Quantize(OfRanks):
         return (self._quantized(ctx, grad_output, "dy") if ctx.quantizes_dx else grad_output), ()
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """A view of x with the codes that the next linear reads, and a dense gradient."""
+        """Return a view of x, to which the codes for the next linear are attached. The gradient is dense."""
         reader = self._traced_reader() if self.on_forward else None
         return x if reader is None or isinstance(x, tuple) else reader.cast(x)
 
     def _traced_reader(self) -> Reader | None:
-        """The cast of the linear that reads x; None: x stays in high precision."""
+        """Return the cast of the linear that reads x; None: x stays in high precision."""
         if self.reader is None:
             return self._recipe_reader()
         layer: Any = self.reader
@@ -149,14 +148,17 @@ class Quantize(OfRanks):
         return None if lone else layer.core.reader(bound)
 
     def _recipe_reader(self) -> Reader | None:
-        """The cast by the recipe of this op on this rank alone; None: the op has no recipe, or ranks agree on scales."""
+        """Return the cast by the recipe of this op, with scales of this rank alone; None: there is no recipe, or ranks agree on
+        scales."""
         return self._by_recipe
 
 
 class HandOver(Quantize):
-    """The Quantize after a `Linear(output="quantized")`, or before a `Linear(grad_input="quantized")`: quantizes by the recipe
-    of the linear; scales of token shards are agreed over the tp ranks. which: "forward" (quantizes y) or "backward" (quantizes
-    dx)."""
+    """The Quantize that follows a `Linear(output="quantized")`, or precedes a `Linear(grad_input="quantized")`.
+
+    It quantizes by the recipe of the linear; for token shards the tp ranks agree on scales. which: "forward" to quantize y,
+    "backward" to quantize dx.
+    """
 
     def __init__(self, linear: Any, which: str) -> None:
         super().__init__(which == "forward", which == "backward")

@@ -1,1 +1,1 @@
-"""The fusions that dlp ships, one file each, found by listing this folder."""
+"""The fusions of dlp, one in each file. `dlp.ops.fusions.load_shipped` imports all files of this folder."""

@@ -1,6 +1,6 @@
-"""Forward: BasicLinear, Bias?, ConstantScale?, AddExtraInput(in_place=True).
+"""Fuse in forward: BasicLinear, Bias (optional), ConstantScale (optional), AddExtraInput(in_place=True).
 
-The GEMM scales its fp32 sums and adds them into the extra input: y is rounded once; separate ops would round several times.
+The GEMM scales its fp32 sums and adds them to the extra input, so y is rounded once; separate ops would round several times.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from dlp.parallel.linear.functional import Finish
 
 
 class LinearIntoExtraInput(InnerFused):
+    """Linear whose GEMM adds y to the extra input, in place."""
+
     takes = frozenset({LAZY, HANDED})
 
     def fuser_forward(
@@ -49,24 +51,24 @@ class LinearIntoExtraInput(InnerFused):
 
 
 def _y_shape(ctx: OperationContext, x: Value) -> Sequence[int]:
-    """Shape of y: leading dimensions as in x; [tokens, N] if ranks gather tokens."""
+    """Return the shape of y: [..., N] with the leading dimensions of x; [tokens, N] if the linear gathers tokens."""
     spec, features = ctx.bound.spec, ctx.pass_tensors[0][0].shape[0]
     return (*x.shape[:-1], features) if spec.style.gathers is None else (x.shape[0] * spec.tp, features)
 
 
 def why_not(linear: Any, *behind: Any) -> str | None:
-    """Reason why the GEMM cannot add into the extra input; None: it can."""
+    """Return the reason why the GEMM cannot add y to the extra input; None: it can."""
     spec, kinds = linear.planned_spec, [type(op) for op in behind]
     if not behind[-1].in_place:
         return "without in_place=True the sum needs separate memory"
     if len(linear.core.members) > 1:
-        return "several siblings"
+        return "the linear has several siblings"
     if spec.style.fprop.reduce is not None and spec.tp > 1:
-        return "y is summed over tp first"
+        return "y is summed over tp before the extra input is added"
     if spec.recipe.y is not None or spec.recipe.fprop.out_dtype is not None:
-        return "the recipe rounds y"
+        return "the recipe quantizes y or sets the dtype of y"
     if ConstantScale in kinds and Bias in kinds:
-        return "the scale also applies to the bias"
+        return "the scale would have to multiply the bias, too"
     if linear.pads:
         return "the recipe pads out_features"
     return None

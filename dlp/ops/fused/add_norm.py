@@ -1,6 +1,6 @@
-"""Forward: AddExtraInput, MakeExtraOutput?, RMSNorm.
+"""Fuse in forward: AddExtraInput, MakeExtraOutput (optional), RMSNorm.
 
-The kernel that computes rstd also adds the two inputs and writes the sum.
+The kernel that computes rstd of the norm also adds input and extra input, and writes the sum.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dlp.ops.values import Value, rows_of
 
 
 class ForwardAddNorm(InnerFused):
+    """RMSNorm that first adds the extra input."""
+
     def fuser_forward(
         self, basic_op_ctxs: Sequence[OperationContext], input_: Value, *, basic_op_extra_inputs: Extras, **rest: Any
     ) -> tuple[Value, Sequence[Sequence[Tensor]]]:
@@ -40,8 +42,8 @@ class ForwardAddNorm(InnerFused):
 
 
 class _LazySum:
-    """The sum of an `AddedNormed` as an extra output [..., C]; read after all ops have run, when the norm has written the
-    sum."""
+    """The sum in an `AddedNormed`, as an extra output [..., C]. It is read after all ops have run: then the norm has written
+    it."""
 
     def __init__(self, normed: AddedNormed, shape: Sequence[int]) -> None:
         self.normed, self.shape = normed, shape
@@ -51,6 +53,7 @@ class _LazySum:
 
 
 def why_not(add: Any, *rest: Any) -> str | None:
+    """Return the reason why the kernel of the norm cannot add the extra input; None: it can."""
     return "in_place=True writes the sum to the extra input" if add.in_place else None
 
 

@@ -1,5 +1,7 @@
-"""Backward: Bias, activation. One kernel reads dy and x, computes the gradient of the activation, sums its columns, casts
-it."""
+"""Fuse in backward: Bias, then an activation (in forward order).
+
+One kernel reads dy and x, computes the gradient of the activation's input, sums its columns (db), and casts it for the linear
+before."""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ from dlp.ops.values import LAZY, Grads, Value
 
 
 class BackwardBiasActivation(InnerFused):
+    """Backward of a bias and an activation, whose gradient stays lazy until the next cast."""
+
     takes = frozenset({LAZY})
 
     def fuser_backward(

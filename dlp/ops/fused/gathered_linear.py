@@ -1,8 +1,9 @@
-"""Forward and backward: AllGather, BasicLinear, Bias?, of a linear that is not sharded over ranks.
+"""Fuse in forward and backward: AllGather, BasicLinear, Bias (optional; in forward only).
 
-The fused op runs as COLUMN_SP of the style table, with the overlap of this style: each rank quantizes its x, quantized x is
-gathered, and dx is reduced while wgrad runs. The bits equal the bits of separate ops, since ranks agree on scales; only
-stochastic rounding of dy differs, which depends on the position of an element in the tokens of all ranks.
+The linear must not be sharded over ranks. The fused op runs with the style COLUMN_SP (column-parallel with sequence
+parallelism) and its overlap: each rank quantizes its rows of x, quantized x is gathered, and dx is reduced while wgrad runs.
+Results are bitwise equal to those of separate ops, since ranks agree on scales, except for stochastic rounding of dy, which
+depends on the position of an element among the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from dlp.parallel.style import COLUMN_SP
 
 
 class GatheredLinear(InnerFused):
+    """Linear that gathers x over the group of an AllGather."""
+
     takes = frozenset({LAZY, MANY, HANDED})
     none_grads = True
 
     def bound(self, basic_op_ctxs: Sequence[OperationContext]) -> BoundSpec:
-        """The spec as COLUMN_SP over the group of the AllGather in this forward."""
+        """Return the spec of the linear with the style COLUMN_SP, over the group that the AllGather has in this forward."""
         return with_style(basic_op_ctxs[1].bound, COLUMN_SP, self.basic_ops[0].group_of(basic_op_ctxs[0]))
 
     def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
@@ -59,12 +62,12 @@ class GatheredLinear(InnerFused):
 
 
 def why_not(gather: Any, linear: Any, bias: Any = None) -> str | None:
-    """Reason why the linear cannot gather with equal bits; None: it can."""
+    """Return the reason why a linear that gathers x would change results; None: results are bitwise equal."""
     spec = linear.planned_spec
     if bias is not None and len(bias.where) != len(spec.members):
-        return "one bias for several siblings"
+        return "the number of biases differs from the number of siblings"
     if spec.recipe.dx is not None or (bias is not None and spec.recipe.y is not None):
-        return "the recipe rounds dx, or y before the bias"
+        return "the recipe quantizes dx, or y before the bias is added"
     why: str | None = gather.obstacle_to_fusion(spec)
     return why
 

@@ -1,4 +1,4 @@
-"""Forward: BasicLinear, Bias. The GEMM adds the bias to its fp32 sums: y is rounded once; the two ops would round twice."""
+"""Fuse in forward: BasicLinear, Bias. The GEMM adds the bias to its fp32 sums, so y is rounded once instead of twice."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from dlp.ops.values import HANDED, LAZY, MANY, Value
 
 
 class ForwardLinearBias(InnerFused):
+    """Linear whose GEMM adds the bias."""
+
     takes = frozenset({LAZY, MANY, HANDED})
 
     def obstacle(self, basic_op_ctxs: Sequence[OperationContext], which: str) -> str:
@@ -30,11 +32,11 @@ class ForwardLinearBias(InnerFused):
 
 
 def why_not(linear: Any, bias: Any) -> str | None:
-    """Reason why the GEMM cannot add the bias; None: it can."""
+    """Return the reason why the GEMM cannot add the bias; None: it can."""
     if len(bias.where) != len(linear.core.members):
-        return "one bias for several siblings"
+        return "the number of biases differs from the number of siblings"
     if linear.planned_spec.recipe.y is not None:
-        return "the recipe rounds y before the bias"
+        return "the recipe quantizes y before the bias is added"
     return None
 
 

@@ -1,6 +1,6 @@
-"""Backward: MakeExtraOutput(in_place=True), BasicLinear.
+"""Fuse in backward: MakeExtraOutput(in_place=True), BasicLinear.
 
-dgrad adds its fp32 sums into the gradient of the extra output: dx is rounded once.
+The dgrad GEMM adds its fp32 sums to the gradient of the extra output, so dx is rounded once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dlp.parallel.linear.functional import NO_FINISH, Finish
 
 
 class BackwardLinearIntoResidual(InnerFused):
+    """Backward of a linear whose dgrad adds to the gradient of the extra output, in place."""
+
     takes = frozenset({LAZY, MANY, HANDED})
 
     def fuser_backward(
@@ -36,14 +38,14 @@ class BackwardLinearIntoResidual(InnerFused):
 
 
 def why_not(residual: Any, linear: Any) -> str | None:
-    """Reason why dgrad cannot add into the gradient of the extra output; None: it can."""
+    """Return the reason why dgrad cannot add to the gradient of the extra output; None: it can."""
     spec = linear.planned_spec
     if not residual.in_place:
         return "without in_place=True the sum needs separate memory"
     if linear.reduced:
         return "the linear is fused with the sum over tp"
     if spec.style.dgrad.reduce is not None and spec.tp > 1:
-        return "dx is summed over tp first"
+        return "dx is summed over tp before the gradient of the extra output is added"
     if (
         spec.recipe.dx is not None
         or spec.recipe.dgrad.out_dtype is not None
@@ -51,7 +53,7 @@ def why_not(residual: Any, linear: Any) -> str | None:
         or linear.pads
         or spec.recipe.x.clips
     ):
-        return "dx is rounded or masked after the GEMM"
+        return "dx is changed after the GEMM (rounding, mask, padding or sum over siblings)"
     return None
 
 

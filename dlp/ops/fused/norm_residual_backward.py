@@ -1,4 +1,4 @@
-"""Backward: MakeExtraOutput, RMSNorm. The kernel of the norm's gradient adds the gradient of the extra output to dx."""
+"""Fuse in backward: MakeExtraOutput, RMSNorm. The backward kernel of the norm adds the gradient of the extra output to dx."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dlp.ops.values import LAZY, Grads, Value
 
 
 class BackwardNormResidual(InnerFused):
+    """Backward of an RMSNorm that adds the gradient of the extra output."""
+
     takes = frozenset({LAZY})
 
     def fuser_backward(

@@ -1,8 +1,9 @@
-"""Forward and backward: BasicLinear, AllReduce or ReduceScatter, Bias?, of a row-parallel `Linear` or of a user's model.
+"""Fuse in forward and backward: BasicLinear, AllReduce or ReduceScatter, Bias (optional).
 
-The fused op runs as ROW or ROW_SP of the style table, with the overlap of this style. The bias is added once, after the sum.
-Backward gathers quantized dy; separate ops gather dy in high precision. The bits are equal, since ranks agree on scales. A
-user's AllReduce or ReduceScatter is fused after a linear that is not sharded over ranks.
+The ops come from a row-parallel `Linear`, or the user has put an AllReduce or ReduceScatter after a linear that is not sharded
+over ranks. The fused op runs with the style ROW (AllReduce) or ROW_SP (ReduceScatter) and its overlap. The bias is added once,
+after the sum. Backward of ROW_SP gathers quantized dy; separate ops gather dy in high precision. Results are bitwise equal,
+since ranks agree on scales.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from dlp.parallel.style import ROW, ROW_SP
 
 
 class ReducedLinear(InnerFused):
+    """Linear that sums y over ranks."""
+
     takes = frozenset({LAZY, HANDED})
 
     def bound(self, basic_op_ctxs: Sequence[OperationContext]) -> BoundSpec:
-        """The spec as ROW or ROW_SP: the spec of the linear, or a spec over the group of the reduction in this forward."""
+        """Return the spec with the style ROW or ROW_SP: the spec of a row-parallel linear; for another linear its spec with
+        this style, over the group that the reduction has in this forward."""
         linear, reduction = self.basic_ops[:2]
         bound: BoundSpec = basic_op_ctxs[0].bound
         if linear.reduced:
@@ -63,13 +67,14 @@ class ReducedLinear(InnerFused):
 
 
 def why_not(linear: Any, reduction: Any, bias: Any = None) -> str | None:
-    """Reason why the linear cannot sum over ranks with equal bits; None: it can."""
+    """Return the reason why a linear that sums over ranks would change results or is not possible; None: results are bitwise
+    equal."""
     spec = linear.planned_spec
     if linear.reduced:
         over_tp = reduction.process_group is spec.tp_group
         return None if over_tp else "the group of the sum differs from the group that shards the weight"
     if len(spec.members) > 1:
-        return "several siblings"
+        return "the linear has several siblings"
     if spec.recipe.y is not None:
         return "the recipe quantizes y before the sum"
     return reduction.obstacle_to_fusion(spec)

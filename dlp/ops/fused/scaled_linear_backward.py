@@ -1,4 +1,5 @@
-"""Backward: BasicLinear, ConstantScale. dy is cast unscaled, and both GEMMs scale their fp32 sums: one rounding less."""
+"""Fuse in backward: BasicLinear, ConstantScale. dy is cast unscaled, and dgrad and wgrad scale their fp32 sums, which saves one
+rounding."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from dlp.parallel.linear.functional import Finish
 
 
 class BackwardScaledLinear(InnerFused):
+    """Backward of a linear and a scale, which dgrad and wgrad apply."""
+
     takes = frozenset({LAZY, MANY, HANDED})
 
     def fuser_backward(
@@ -28,9 +31,9 @@ class BackwardScaledLinear(InnerFused):
 
 
 def why_not(linear: Any, scale: Any) -> str | None:
-    """Reason why the GEMMs cannot scale; None: they can."""
+    """Return the reason why dgrad and wgrad cannot apply the scale; None: they can."""
     if len(linear.core.members) > 1 or linear.planned_spec.options.delay_wgrad:
-        return "siblings, or a delayed wgrad"
+        return "the linear has siblings, or its wgrad is delayed"
     return None
 
 

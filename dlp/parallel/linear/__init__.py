@@ -1,1 +1,1 @@
-"""The parallel linear: definition of a layer, its three GEMMs, autograd, modules."""
+"""The parallel linear: spec, plan, the three GEMMs, autograd functions and modules."""

@@ -1,13 +1,14 @@
-"""The spec under which a forward of a layer runs: the spec of the layer, the spec of an autocast region, or, where a checkpoint
-recomputes a forward, the spec of the first run.
+"""Choose the spec under which a forward of a layer runs: the spec of the layer, the spec of an autocast region, or, in a
+recomputation by activation checkpointing, the spec of the first run.
 
 `dlp.autocast` (`dlp.parallel.model.autocast`) sets `REGION`; layers call `active_spec` once for each forward.
 
-A layer in an activation checkpoint runs again in backward, perhaps after other forwards or a recipe change, and must then run
-under the spec and the delayed scales of the first run. `LayerRuns` keeps both for each checkpoint that the layer ran in, in the
-order of the calls, as long as the checkpoint lives. Only this file touches private names of torch.utils.checkpoint. With
-`use_reentrant=False` a checkpoint works by hooks on saved tensors. The hooks are on a stack of this thread while the function
-of the checkpoint runs, and know the frame of the checkpoint. A checkpoint with `use_reentrant=True` cannot be recognised.
+A *checkpoint* is a call of `torch.utils.checkpoint`. A layer in a checkpoint runs again in backward, perhaps after other
+forwards or a recipe change, and must then run under the spec and the delayed scales of the first run. `LayerRuns` keeps both
+for each checkpoint that the layer ran in, in the order of the calls, until torch frees the checkpoint. Only this file uses
+private names of torch.utils.checkpoint. With `use_reentrant=False` a checkpoint registers hooks on saved tensors: they are on a
+stack of this thread while the function of the checkpoint runs, and refer to the frame object of the checkpoint. A checkpoint
+with `use_reentrant=True` cannot be recognised.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from dlp.parallel.linear.state import BoundSpec, LayerState, StepState
 from dlp.parallel.linear.step import ForwardState, UpdateAfterBackward, in_backward
 from dlp.quant.state import ForwardScales
 
-# Attributes by which the hooks of a first run and of a recomputation refer to the checkpoint
+# Closure variables by which the hooks of a first run and of a recomputation refer to the frame of the checkpoint
 _FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"
 
 
 @dataclass(eq=False)
 class Region:
-    """A region of the program in which layers run under other specs; the fields are the arguments of `dlp.autocast`.
+    """A region of `dlp.autocast`, in which layers run under other specs. `enabled` to `group` are the arguments of the region.
 
-    learns      the region was entered with gradients enabled
-    touched     the states of the layers that ran in the region
-    resolved    the bound specs that layers ran under in the region
+    learns      whether the region was entered with gradients enabled
+    touched     the `StepState` of each layer that ran in the region, as keys
+    resolved    the bound specs under which layers ran in the region
     """
 
     enabled: bool
@@ -50,7 +51,7 @@ class Region:
     resolved: set[BoundSpec] = field(default_factory=set)
 
     def spec_for(self, core: LayerState) -> BoundSpec:
-        """The spec of the layer in this region."""
+        """Return the bound spec of the layer in this region."""
         raise NotImplementedError
 
 
@@ -58,12 +59,17 @@ REGION: ContextVar[Region | None] = ContextVar("dlp_autocast", default=None)
 
 
 def active_region() -> Region | None:
-    """The innermost region around the caller; None: there is none."""
+    """Return the innermost autocast region that is active; None outside of regions."""
     return REGION.get()
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint whose function is running. hook: identifies this run of the function; again: the run is a recomputation."""
+    """A checkpoint whose function is running.
+
+    frame   torch's frame object of the checkpoint, the same in the first run and in recomputations
+    hook    the hook that packs saved tensors, another one in each run of the function
+    again   whether this run is a recomputation
+    """
 
     frame: Any
     hook: Any
@@ -71,7 +77,7 @@ class Checkpoint(NamedTuple):
 
 
 def _checkpoints() -> list[Checkpoint]:
-    """The checkpoints that are running, outermost first."""
+    """Return the checkpoints whose functions are running, outermost first."""
     hooks = torch._C._autograd
     if hooks._top_saved_tensors_default_hooks(True) is None:
         return []
@@ -85,7 +91,7 @@ def _checkpoints() -> list[Checkpoint]:
 
 
 def _checkpoint(pack: Any) -> Checkpoint | None:
-    """The checkpoint of a hook; None: the hook does not belong to a checkpoint."""
+    """Return the checkpoint that registered the hook `pack`; None: the hook does not belong to a checkpoint."""
     inner = unwrap(pack)
     code, cells = getattr(inner, "__code__", None), getattr(inner, "__closure__", None)
     if code is None or not cells or inner.__module__ != checkpoint.__name__:
@@ -97,7 +103,8 @@ def _checkpoint(pack: Any) -> Checkpoint | None:
 
 
 class Ran(NamedTuple):
-    """Conditions of a forward of a layer: the bound spec, delayed scales, and the state for its backward."""
+    """Record of one forward of a layer: the bound spec, the delayed scales (None: the scales in the table), and the state that
+    the backward needs."""
 
     bound: BoundSpec
     scales: ForwardScales | None
@@ -105,10 +112,10 @@ class Ran(NamedTuple):
 
 
 class LayerRuns:
-    """Conditions of the forwards of one layer in checkpoints.
+    """Records of the forwards of one layer in checkpoints.
 
-    learned_in_region  a forward ran in a region that was entered with gradients enabled
-    recipe_changed     the recipe has changed since the last forward
+    learned_in_region  whether a forward ran in an autocast region that was entered with gradients enabled
+    recipe_changed     whether the recipe has changed since the last forward
     """
 
     def __init__(self) -> None:
@@ -117,17 +124,18 @@ class LayerRuns:
         self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by recomputation: number of repeated forwards
 
     def __reduce__(self) -> Any:
-        """A copied layer has no runs."""
+        """Copy and pickle without the records."""
         return LayerRuns, ()
 
     def keep(self, ran: Ran, checkpoints: Sequence[Checkpoint]) -> None:
-        """Record a forward that runs in these checkpoints."""
+        """Record a forward for each of these checkpoints that runs for the first time."""
         for each in checkpoints:
             if not each.again:
                 self._ran.setdefault(each.frame, []).append(ran)
 
     def next(self, checkpoints: Sequence[Checkpoint]) -> Ran | None:
-        """Conditions of the forward that the innermost recomputation now repeats; None: not known."""
+        """Return the record of the forward that the innermost recomputation repeats now, and advance to the next forward. None:
+        no recomputation is recognised, or the forward was not recorded."""
         again = next((each for each in reversed(checkpoints) if each.again), None)
         if again is None:
             return None
@@ -137,7 +145,8 @@ class LayerRuns:
 
 
 def active_spec(core: LayerState) -> BoundSpec:
-    """The bound spec under which a forward of this layer runs now. Sets the session's scales accordingly."""
+    """Return the bound spec under which a forward of this layer runs now, and set the delayed scales of this forward in the
+    session where they differ from the table."""
     region, own = REGION.get(), core.bound
     session = own.session
     in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # or in other hooks
@@ -149,8 +158,8 @@ def active_spec(core: LayerState) -> BoundSpec:
 
 
 def _spec_among_others(core: LayerState, region: Region | None) -> BoundSpec:
-    """`active_spec` of a layer that may run under several specs or scales: in a region, in a checkpoint, without a step
-    boundary."""
+    """Implement `active_spec` for a layer that may run under other specs or scales: in a region, in a checkpoint, or with
+    delayed scales that no attached optimizer updates."""
     session, checkpoints = core.session, _checkpoints()
     ran = _again(core, checkpoints) if in_backward() else _first(core, region)
     core.ran_under.keep(ran, checkpoints)
@@ -160,7 +169,7 @@ def _spec_among_others(core: LayerState, region: Region | None) -> BoundSpec:
 
 
 def _first(core: LayerState, region: Region | None) -> Ran:
-    """The spec and scales of a forward that is not a recomputation."""
+    """Return the record of a forward that is not a recomputation."""
     bound, session = core.bound if region is None else region.spec_for(core), core.session
     if region is not None and not session.attached and capturing():
         raise ValueError(
@@ -176,7 +185,8 @@ def _first(core: LayerState, region: Region | None) -> Ran:
 
 
 def _again(core: LayerState, checkpoints: list[Checkpoint]) -> Ran:
-    """The spec and scales of the forward that a recomputation repeats."""
+    """Return the record of the forward that is recomputed, or, if this forward is not known, a new record outside of regions.
+    Raises ValueError if the unknown forward may have run in an autocast region."""
     ran = core.ran_under.next(checkpoints)
     if ran is not None:
         return ran
@@ -189,8 +199,8 @@ def _again(core: LayerState, checkpoints: list[Checkpoint]) -> Ran:
 
 
 def _check_no_recomputation(core: LayerState) -> None:
-    """Check the first run of a layer after a recipe change. Raises ValueError in a backward that recomputes an unknown
-    forward (`use_reentrant=True`): y and the gradients would have different recipes."""
+    """Raise ValueError if the first run of a layer after a recipe change is in a backward that recomputes an unknown forward
+    (`use_reentrant=True`): y and the gradients would have different recipes."""
     if not in_backward():
         core.ran_under.recipe_changed = False
     elif not any(each.again for each in _checkpoints()):
@@ -201,7 +211,7 @@ def _check_no_recomputation(core: LayerState) -> None:
 
 
 def check_compiled(bound: BoundSpec) -> None:
-    """Raise ValueError for compiled code that runs inside a region: compiled code cannot look up the region."""
+    """Raise ValueError if compiled code runs in an autocast region, which compiled code cannot look up."""
     region = REGION.get()
     if region is not None and bound not in region.resolved and not in_backward():
         raise ValueError(

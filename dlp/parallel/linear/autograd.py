@@ -1,12 +1,12 @@
-"""The linear in eager calls: records that equal calls share, and the forward and backward that `PassFunction` runs.
+"""The linear in eager calls: the forward and backward that `PassFunction` runs, and the record of each kind of call.
 
     x    -> y_i                forward     saves for backward: the weights w_i of this rank, and the tensors of `to_save`
     dy_i -> dx, dw_i, db_i     backward
 
-A `BoundCall` holds decisions that equal calls share; each pass may run as captured launches
-(`dlp.parallel.linear.capture`). The passes run `linear_forward` and `linear_backward`, as the opaque ops of traced calls do
-(`dlp.parallel.linear.opaque`). An eager call does not go through the ops, since dispatching them costs the host more than a
-tiny linear does.
+A `BoundCall` records the decisions for all calls with tensors of equal shapes, strides and dtypes; each pass may run as
+captured launches (`dlp.parallel.linear.capture`). The passes run `linear_forward` and `linear_backward`, as the opaque ops of
+traced calls do (`dlp.parallel.linear.opaque`). Eager calls do not use the ops, since dispatching an op takes the host more time
+than a tiny linear.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def check_features(spec: LinearSpec, x: Tensor, weight: Tensor) -> None:
 
 
 class BoundCall:
-    """Record that calls of a layer with tensors of equal shapes, strides, dtypes and `requires_grad` share. The record holds
+    """Record for all calls of a layer with tensors of equal shapes, strides, dtypes and `requires_grad`. The record contains
     no tensors.
 
-    differentiable   there will be a backward
-    save             there will be a backward that reads x
-    layouts          the DTensorSpec of each parameter that is a DTensor, else None
+    record           whether gradients are enabled
+    differentiable   whether autograd will run a backward
+    save             whether autograd will run a backward that reads x
+    layouts          for each of [*weights, *biases] the DTensorSpec; None for a plain tensor or no bias
     captured         captured launches of the two passes (`dlp.runtime.capture`)
-    wanted           results of `wants`, by arguments
+    wanted           cache of `wants`, by arguments
     """
 
     def __init__(self, bound: BoundSpec, record: bool, x: Tensor, parameters: Sequence[Any]) -> None:
@@ -80,8 +81,12 @@ class BoundCall:
         self.wanted: dict[Key, tuple[GradsWanted, list[int]]] = {}
 
     def wants(self, needs: tuple[bool, ...], has_dy: tuple[bool, ...]) -> tuple[GradsWanted, list[int]]:
-        """Gradients that a backward computes, and the index of each among the gradients of [x, *weights, *biases], in the
-        order dx, dw_i, db_i. needs: which of [x, *weights, *biases] need a gradient; has_dy: which y_i have a gradient."""
+        """Return the gradients that a backward computes, and their indices in [x, *weights, *biases], in the order dx, dw_i,
+        db_i. A delayed dw_i has no index.
+
+        needs    for each of [x, *weights, *biases], whether a gradient is needed
+        has_dy   for each y_i, whether y_i has a gradient
+        """
         needs_dx, count = needs[0], self.count
         used = tuple([i for i, dy in enumerate(has_dy) if dy])
         dw, db = tuple([needs[1 + i] for i in used]), tuple([needs[1 + count + i] for i in used])
@@ -96,8 +101,8 @@ class BoundCall:
 
 
 def check_given(bound: BoundSpec, given: Sequence[Any]) -> None:
-    """`given`: x and parameters. Raises ValueError for x in a dtype that layers do not take, and for a tensor on
-    another device than x."""
+    """Raise ValueError for an x that is not bf16, fp16 or fp32, and for parameters on another device than x. `given`: x and the
+    parameters."""
     spec, x = bound.spec, given[0]
     if x.dtype not in ACTIVATIONS:
         raise ValueError(f"{spec.name}: x must be bf16, fp16 or fp32; got {x.dtype}: convert it before the layer")
@@ -121,10 +126,11 @@ def call_of(
     parameters: Sequence[Any],
     cast_weights: WeightParts | None,
 ) -> BoundCall:
-    """The `BoundCall` for x: the record of an earlier call with equal keys, else a new record, after all checks.
+    """Return the `BoundCall` for x: the record of an earlier call with an equal key, else a new record, after all checks.
 
-    Where weights were cast at the step boundary, captured launches hold the addresses of these operands, so the record is kept
-    in `WeightParts.calls` and dropped together with the operands; else the record is kept with the spec."""
+    If the step boundary cast the weights (`cast_weights`), captured launches contain the addresses of these operands, so the
+    record is stored in `WeightParts.calls` and dropped together with the operands; else the record is stored in
+    `BoundSpec.calls`."""
     if cast_weights is None:
         calls = bound.calls
         with torch._C.DisableTorchFunctionSubclass():  # FSDP's parameters may be placeholders, with slow properties
@@ -146,8 +152,8 @@ def call_of(
 
 
 def _new_call(bound: BoundSpec, record: bool, x: Tensor, parameters: Sequence[Any]) -> BoundCall:
-    """The record of a first call. Raises ValueError for parameters that FSDP has resharded, and for features that do
-    not fit."""
+    """Create the record of a first call. Raises RuntimeError for parameters that FSDP has resharded, and ValueError if x and
+    the weight differ in K."""
     spec = bound.spec
     for parameter in parameters:
         if parameter is not None:
@@ -157,17 +163,18 @@ def _new_call(bound: BoundSpec, record: bool, x: Tensor, parameters: Sequence[An
 
 
 def _parameter_key(parameter: Any) -> Key:
-    """`shape_key` of this rank's shard of a parameter, and the current number of mesh axes of the parameter, which FSDP
-    changes."""
+    """Return the key of a parameter: the current number of its mesh axes, which FSDP changes, the `shape_key` of this rank's
+    shard, and `requires_grad`."""
     return num_axes(parameter), *shape_key(held(parameter)), parameter.requires_grad
 
 
-# The call, and the operands that the step boundary cast; None: there are none now
+# The record of the call, and the weight operands that the step boundary cast (None: the pass casts or gathers the weights)
 Run = tuple[BoundCall, WeightParts | None]
 
 
 def forward(ctx: Any, run: Run, tensors: Sequence[Any], finish: Finish = NO_FINISH) -> tuple[Tensor, ...]:
-    """[x, *weights, *biases] -> y_i [..., N_i]. ctx: of autograd; None: there will be no backward. finish: not captured."""
+    """Compute y_i [..., N_i] from `tensors`, [x, *weights, *biases]. ctx: autograd's context; None: there will be no backward.
+    A forward with a `finish` is not captured."""
     (call, cast_weights), (x, *parameters) = run, tensors
     bound, count, record = call.bound, call.count, call.record
     bound.session.begin_forward(bound.spec, record)
@@ -196,17 +203,18 @@ def forward(ctx: Any, run: Run, tensors: Sequence[Any], finish: Finish = NO_FINI
 
 
 def forward_reads(x: Tensor, weights: Any, biases: Any, parts: Any) -> list[Tensor]:
-    """The tensors that a forward reads."""
+    """Return the tensors that a forward reads. `parts`: parts of the cast weights; empty: the forward reads the weights."""
     return [x, *(parts or weights), *[bias for bias in biases if bias is not None]]
 
 
 def parts_of(operands: Sequence[QuantizedTensor]) -> list[Tensor]:
-    """The parts of all operands."""
+    """Return the parts of all operands, as one list."""
     return [part for operand in operands for part in operand.parts]
 
 
 def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None], finish: Finish = NO_FINISH) -> Sequence[Any]:
-    """dy_i -> the gradients of [x, *weights, *biases], None where no gradient is needed."""
+    """Compute the gradients of [x, *weights, *biases] from dy_i. None stands for a gradient that is not needed, and for a dw_i
+    that is delayed or accumulated into a main gradient."""
     call, saved = run[0], ctx.saved_tensors
     needs, has_dy = ctx.needs_input_grad[2:], tuple([dy is not None for dy in dys])
     wanted, places = call.wanted.get((needs, has_dy)) or call.wants(needs, has_dy)
@@ -233,7 +241,8 @@ LINEAR = Passes(forward, backward)
 def _targets(call: BoundCall, wanted: GradsWanted, weights: Sequence[Tensor]) -> list[Target | None]:
     """Return the target of the wgrad of each used member; None for a wgrad that is returned to autograd.
 
-    The list is empty if all wgrads are returned to autograd: in a traced or watched backward, and for delayed wgrads."""
+    The list is empty if all wgrads are returned to autograd (as in a backward under a dispatch mode), and for delayed
+    wgrads."""
     if waits(call.bound.spec.options.delay_wgrad, wanted.dx) or torch._C._len_torch_dispatch_stack() > 0:
         return []
     found = call.bound.weights.targets(wanted.used, weights)
@@ -244,7 +253,7 @@ def _gradients(
     ctx: Any, run: Run, wanted: GradsWanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor],
     into: Sequence[Target | None], finish: Finish,
 ) -> list[Tensor]:  # fmt: skip
-    """The wanted gradients, in the order dx, dw_i, db_i, without each dw_i that is written `into` a target."""
+    """Return the wanted gradients, in the order dx, dw_i, db_i, without dw_i that are delayed or written `into` a target."""
     (call, cast_weights), bound, used = run, run[0].bound, wanted.used
     session = bound.session
     if ctx.state is session.now:
@@ -275,7 +284,7 @@ def _captured_gradients(
     run: Run, wanted: GradsWanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor],
     ws: Sequence[QuantizedTensor], into: Sequence[Target | None],
 ) -> list[Tensor]:  # fmt: skip
-    """`linear_backward`, or the captured launches for tensors of these layouts."""
+    """Run `linear_backward`, or the launches that were captured for tensors of equal shapes, strides and dtypes."""
     (call, cast_weights), parts = run, parts_of(ws)
     key: Key = (*wanted, *[layout_key(tensor) for tensor in (*dys, *saved)])
     key += tuple(map(shape_key, parts)) if cast_weights is None else ()
@@ -290,7 +299,7 @@ def _captured_gradients(
 def _gradients_by_op(
     run: Run, wanted: GradsWanted, dys: Sequence[Any], weights: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The wanted gradients through the opaque op, for a traced or watched backward of an eager forward."""
+    """Return the wanted gradients through the opaque op, for an eager forward whose backward runs under a dispatch mode."""
     (call, cast_weights), bound = run, run[0].bound
     cached, ids = [] if cast_weights is None else cast_weights.both_of(wanted.used), (bound.spec_id, bound.trace_id)
     grads: list[Tensor] = torch.ops.dlp.linear_bwd(
@@ -301,11 +310,11 @@ def _gradients_by_op(
     return grads
 
 
-# Delayed wgrads: backward leaves their operands, and `dlp.backward_dw` runs the GEMMs
+# Delayed wgrads: backward queues the operands, and `dlp.backward_dw` runs the GEMMs
 
 
 def num_left(bound: BoundSpec, wanted: GradsWanted) -> int:
-    """Number of operands of delayed wgrads at the end of the results of `linear_backward`."""
+    """Return the number of tensors of delayed wgrads (parts of operands) at the end of the results of `linear_backward`."""
     if not (waits(bound.spec.options.delay_wgrad, wanted.dx) and any(wanted.dw)):
         return 0
     dy, x = (len(operand.columnwise.format.parts) for operand in (bound.spec.recipe.dy, bound.spec.recipe.x))
@@ -315,8 +324,8 @@ def num_left(bound: BoundSpec, wanted: GradsWanted) -> int:
 def leave_wgrads(
     bound: BoundSpec, wanted: GradsWanted, weights: Sequence[Tensor], results: list[Tensor], alpha: float = 1.0
 ) -> list[Tensor]:  # fmt: skip
-    """Queue the operands of delayed wgrads for `backward_dw`, and return the other results. `results`: all or the last results
-    of `linear_backward`."""
+    """Queue the delayed wgrads for `backward_dw`, and return the other results. `results`: all results of `linear_backward`, or
+    a last part of them that includes the operands of the wgrads."""
     start = len(results) - num_left(bound, wanted)
     if start == len(results):
         return results
@@ -333,6 +342,6 @@ def leave_wgrads(
 
 
 def _run(bound: BoundSpec, *arguments: Any, **more: Any) -> Tensor:
-    """`contract_gemm`, in the named range of wgrad."""
+    """Run `contract_gemm` of a delayed wgrad, in the profiler range of wgrad."""
     with named_range(f"{bound.spec.name}.wgrad"):
         return functional.contract_gemm(bound, *arguments, **more)

@@ -1,10 +1,12 @@
-"""GEMMs and sums of an invariant linear: equal bits on every mesh (`dlp.kernels.canonical`).
+"""GEMMs and sums of an invariant linear, which are bitwise equal on every mesh (`dlp.kernels.canonical`).
 
-    fprop, dgrad   a contraction that tp cuts: each rank adds the segments that it holds; partial sums travel in fp32 and are
-                   added by the upper part of the tree, then rounded once
-    wgrad, db      a sum over tokens; where tp cuts the tokens, the parts are added over tp here, not at the end of backward
+The dimension of a sum is divided into fixed segments, whose sums are added in fp32 by a binary tree:
 
-Siblings are added segment by segment, so that the order does not depend on where tp cuts.
+    fprop, dgrad   if tp shards the contraction dimension, each rank adds its segments; the fp32 sums of the ranks are sent,
+                   added by the upper part of the tree, and rounded once
+    wgrad, db      sums over tokens; if tp shards the tokens, the sums of the ranks are added within backward, not at its end
+
+The products of siblings are added segment by segment, so that the order of additions does not depend on the shards of tp.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dlp.parallel.overlap import Gather
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import QuantizedTensor
 
-RANKS = (1, 2, 4, 8)  # sizes of an axis for which each rank owns a subtree of the segments
+RANKS = (1, 2, 4, 8)  # sizes of a mesh axis for which the segments of each rank are a subtree
 
 
 def _total(parts: Parts, dtype: torch.dtype, own: Own | None = None) -> Tensor:
@@ -39,7 +41,7 @@ TREE = ReduceCodec(AS_IT_IS.pack, _total, AS_IT_IS.kinds)  # fp32 contributions,
 
 
 def all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum of fp32 tensors over the ranks of `group`, added by the tree."""
+    """Sum an fp32 tensor over the ranks of `group`, added by the tree. None: return x."""
     return x if group is None else collectives.all_reduce(x, group, TREE).wait()
 
 
@@ -47,7 +49,8 @@ def token_gemm(
     spec: LinearSpec, reduce: Reduction | None, operands: Sequence[QuantizedTensor | Gather | None], gemms: Sequence[Gemm],
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """`dlp.parallel.linear.functional.token_gemm`."""
+    """Compute `dlp.parallel.linear.functional.token_gemm` in the canonical order. Raises ValueError for a GEMM that accumulates
+    or scales."""
     ranks, pairs = 1 if reduce is None else spec.tp, []
     for a, gemm in zip(operands, gemms, strict=True):
         assert a is not None, "this orientation was not requested"
@@ -69,7 +72,11 @@ def token_gemm(
 def contract_gemm(
     spec: LinearSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """dw [N, K] = dy.T @ x, complete on every rank. dy, x: columnwise operands [N, M] and [K, M], which may be padded."""
+    """Compute dw [N, K] = dy.T @ x, summed over tp if tp shards the tokens.
+
+    dy, x          columnwise operands [N, M] and [K, M], which may be padded
+    shape, dtype   of the weight
+    """
     partial = spec.style.partial_weight_grad
     segments = canonical.segments_on_rank(dy.shape[1], spec.tp if partial else 1)
     dw = _products([(dy, x)], segments, torch.float32)[: shape[0], : shape[1]].contiguous()
@@ -77,7 +84,7 @@ def contract_gemm(
 
 
 def token_sums(spec: LinearSpec, dy: Summed) -> Tensor:
-    """db [N] = sum of dy [M, N] over tokens, fp32, complete on every rank."""
+    """Compute db [N] in fp32, the sum of dy [M, N] over tokens, summed over tp if tp shards the tokens."""
     partial = spec.style.partial_bias_grad
     db = canonical.row_sums(dy.matrix, canonical.segments_on_rank(len(dy.matrix), spec.tp if partial else 1))
     return all_reduce(db, spec.group if partial else None)
@@ -86,8 +93,9 @@ def token_sums(spec: LinearSpec, dy: Summed) -> Tensor:
 def _products(
     pairs: Sequence[tuple[QuantizedTensor, QuantizedTensor]], segments: int, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Sum of the products of pairs of operands over canonical segments -> [rows, cols], rounded once to `dtype`: by tensor
-    cores where they take the formats, else exactly in fp64."""
+    """Return the sum [rows, cols] of a @ b.T over all pairs (a, b), in canonical order, rounded once to `dtype`. The GEMMs
+    run on tensor cores if `fixed_order.takes` accepts the operands; otherwise the operands are decoded and multiplied in
+    fp64."""
     factored = [(_factored(a), _factored(b)) for a, b in pairs]
     if fixed_order.takes(factored, segments):
         return fixed_order.products(factored, segments, dtype)
@@ -96,7 +104,8 @@ def _products(
 
 
 def _factored(operand: QuantizedTensor) -> Factored:
-    """Values that are exact in bf16, with a scale, if the operand is on a GPU and decodes to such values."""
+    """Return the operand as values that are exact in bf16 and a scale, if it is on a GPU and its format allows this; else its
+    payload alone."""
     payload, known = operand.payload, operand.format
     if not payload.is_cuda or known.keeps_source or known.factors is None:
         return Factored(payload)

@@ -1,9 +1,9 @@
-"""Captured launches (`dlp.runtime.capture`) of the passes of a linear, and the reasons against them.
+"""Captured launches (`dlp.runtime.capture`) of the passes of a linear, and the reasons why a pass is not captured.
 
-For inputs of equal shapes, strides and alignment a pass launches the same kernels; only addresses differ. A pass
-that only launches kernels is captured: casts and GEMMs must be kernels of this package, and communication must go through
-mapped memory (`dlp.comm.mapped`) or collectives, which are called between native calls. Captured launches give the same bits.
-Other passes are launched one by one, and `describe` states the reason.
+For inputs of equal shapes, strides and alignment a pass launches the same kernels; only addresses differ. A pass is captured if
+casts and GEMMs are kernels of this package, and if all transfers go through mapped memory (`dlp.comm.mapped`) or are
+collectives, which are called between native calls. Results are bitwise equal with and without capture. The kernels of other
+passes are launched one by one, and `describe` states the reason.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ WATCHED = "an observer counts the transfers"
 
 
 def captured_passes(name: str, bounds: Sequence[BoundSpec], why: Mapping[str, str], x: Tensor) -> CapturedPasses:
-    """The captured passes of layers that run as one autograd function. `why`: for each pass, the reason why it
-    is never captured."""
+    """Create the captured passes of layers that run as one autograd function.
+
+    bounds   the bound specs of the layers
+    why      for each pass, the reason why the pass is never captured; "": the pass can be captured
+    x        a tensor on the device of the layers
+    """
     sessions = {bound.session for bound in bounds}
     communicates = any(bound.spec.group is not None for bound in bounds)
 
@@ -45,23 +49,23 @@ def captured_passes(name: str, bounds: Sequence[BoundSpec], why: Mapping[str, st
 
 
 def of_layer(bound: BoundSpec, x: Tensor) -> CapturedPasses:
-    """The captured passes of one layer, for tensors on the device of x."""
+    """Create the captured passes of one layer, for tensors on the device of x."""
     why = {pass_name: obstacle(bound, pass_name) for pass_name in PASSES}
     return captured_passes(bound.spec.name, (bound,), why, x)
 
 
 @remembered
 def obstacle(bound: BoundSpec, pass_name: str) -> str:
-    """Reason why this pass is never captured: a quantizer is not pure, a GEMM is not a kernel of this package, or a
-    transfer is neither a launch nor a collective. Empty: the pass can be captured."""
+    """Return the reason why a pass of this layer is never captured: a cast or GEMM is not a kernel of this package, or a
+    transfer is neither a launch nor a collective. "": the pass can be captured."""
     if bound.spec.invariant:
-        return "invariant = true: sums of segments are several operations"
+        return "invariant = true: a sum over segments runs several torch operations"
     return bound.spec.recipe.beyond_launches or _sends_otherwise(bound.spec, pass_name)
 
 
 def _sends_otherwise(spec: LinearSpec, pass_name: str) -> str:
-    """Reason why transfers of a pass are neither launches (through mapped memory) nor collectives between launches;
-    empty: all transfers are, or the pass has no transfer."""
+    """Return the reason if a transfer of the pass is neither a launch (through mapped memory) nor a collective between
+    launches. "": there is no such transfer."""
     gemms = ("fprop",) if pass_name == FORWARD else ("dgrad", "wgrad")
     steps = [getattr(spec.style, gemm) for gemm in gemms]
     communicates = spec.tp > 1 and (
@@ -76,7 +80,7 @@ def _sends_otherwise(spec: LinearSpec, pass_name: str) -> str:
 
 
 def describe(model: nn.Module) -> list[str]:
-    """Lines with the number of layers in which each pass is captured, and the reasons in all other layers."""
+    """Return lines with the number of layers in which each pass is captured, and the reasons in the other layers."""
     lines = []
     for pass_name in PASSES:
         count, reasons = 0, dict[str, list[str]]()
@@ -97,7 +101,7 @@ _PASSING = (SEEN, WATCHED, REGION)  # temporary reasons, which `describe` leaves
 
 
 def _called(core: Any) -> Iterator[CapturedPasses]:
-    """The captured passes of all calls of a layer so far."""
+    """Yield the captured passes of all calls of a layer so far."""
     parts = core.weights.parts
     for bound in core.bounds():
         for call in (*bound.calls.values(), *(parts.calls.values() if parts is not None else ())):

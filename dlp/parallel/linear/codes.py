@@ -1,10 +1,11 @@
-"""x that traced calls hand over quantized: the op `dlp::quantize_x`, and the codes that accompany a dense x.
+"""Quantize x before the linear, in traced calls: the op `dlp::quantize_x`, and the codes that accompany a dense x.
 
     y, a dense tensor  ──quantize_x──►  Codes(y) [rowwise parts, columnwise parts]  ──linear_fwd──►  y of the next linear
 
-In traced calls ops pass dense tensors, since autograd passes dense gradients. The operands of x are further dense outputs of
-an op. They accompany x as an attribute of the Python object, which torch.compile follows from module to module. The result of
-an operation on x has no codes, and codes of an x that was written to are not read: the next linear then casts.
+In traced calls ops pass dense tensors, since autograd passes dense gradients. An op returns the parts of the operands of x as
+further dense tensors, and they are stored in an attribute of the Python object x, which torch.compile follows from module to
+module. The result of an operation on x has no codes, and if x was written to after the cast, its codes are ignored: the next
+linear then casts x itself.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ DRAWS = "stochastic rounding depends on the layer that reads the tensor"
 
 
 def _constant(function: Any) -> Any:
-    """`torch.compiler.assume_constant_result`, without an import of torch._dynamo, which takes a second."""
+    """Do the same as `torch.compiler.assume_constant_result`, without the import of torch._dynamo, which takes a second."""
     function._dynamo_marked_constant = True
     return function
 
 
 def inside_only(spec: LinearSpec, route: Route) -> str:
-    """Reason why only a linear of this spec can cast the x or dy of this route; "": the tensor can be cast before."""
+    """Return the reason why the x or dy of this route cannot be cast before the linear of this spec; "": it can be cast
+    before."""
     operand = spec.recipe.of(route.tensor)
     assert operand is not None
     quantizers = operand.rowwise, operand.columnwise
@@ -49,9 +51,9 @@ def inside_only(spec: LinearSpec, route: Route) -> str:
     if any(caps_of(quantizer).origin for quantizer in quantizers):
         return DRAWS
     if any(route.cast_after) or any(quantizer.format.keeps_source for quantizer in quantizers):
-        return "the recipe gathers or multiplies high precision, too"
+        return f"the recipe also needs {route.tensor} in high precision, for a gather or a GEMM"
     if spec.options.save_original_input and route.tensor == "x":
-        return "save_original_input keeps x itself"
+        return "save_original_input saves x in high precision"
     if route.tensor == "dy" and len(spec.members) > 1:
         return "siblings share one cast of all dy"
     return ""
@@ -61,7 +63,11 @@ def inside_only(spec: LinearSpec, route: Route) -> str:
 
 
 def _why_dense(spec: LinearSpec, plan: LinearPlan, wgrad: bool, layer: bool) -> str:
-    """Reason why `quantize_x` returns no operands; "": the op returns operands. layer: the op casts for a layer."""
+    """Return the reason why `quantize_x` returns no operands; "": the op returns operands.
+
+    wgrad   whether backward of the linear computes wgrad
+    layer   whether the op casts for one known layer, not for any linear with the recipe
+    """
     if spec.slots and not layer:
         return "delayed scales belong to the layer that reads the tensor"
     keeps_values = wgrad and plan.kept == "values"
@@ -71,11 +77,12 @@ def _why_dense(spec: LinearSpec, plan: LinearPlan, wgrad: bool, layer: bool) -> 
 def quantize_x(
     x: Tensor, spec_id: Tensor | None, trace_id: int, wgrad: bool, record: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Cast x [..., K] as a linear casts x. Returns the rowwise parts and, if backward reads x columnwise, the columnwise parts;
-    empty lists if only the linear can cast x, with a note in the plan.
+    """Cast x [..., K] as a linear casts x. Return the rowwise parts and, if backward reads x columnwise, the columnwise parts.
+    If only the linear itself can cast x, log a line and return empty lists.
 
-    spec_id         the linear; None: any linear whose recipe casts x as the recipe of `trace_id` does, on this rank alone
-    wgrad, record   backward reads x; autograd records the forward, so that amaxes count for delayed scales
+    spec_id   identifies the linear; None: any linear that casts x by the recipe of `trace_id` and shares no scales over ranks
+    wgrad     whether backward reads x
+    record    whether autograd records the forward, so that amaxes count for delayed scales
     """
     rows, context = as_matrix(x), no_context
     if spec_id is None:
@@ -98,7 +105,7 @@ def quantize_x(
 
 @cache
 def _spec_of_recipe(trace_id: int) -> LinearSpec:
-    """The spec of a linear on this rank alone, with the recipe of this trace_id."""
+    """Return the spec of a linear with the recipe of this trace_id and without a process group."""
     return LinearSpec("quantize", LOCAL, spec_of(trace_id).recipe, Overlaps.named("serial"))
 
 
@@ -108,22 +115,22 @@ def _plan_of_recipe(trace_id: int, tokens: int) -> LinearPlan:
 
 
 def _parts_of(operands: Operands) -> tuple[list[Tensor], list[Tensor]]:
-    """The parts of the rowwise and of the columnwise operand; empty for an orientation that was not cast. A part of both
-    operands is copied, since results of an op must not share memory."""
+    """Return the parts of the rowwise and of the columnwise operand; an empty list for an orientation that was not cast. A
+    columnwise part in the memory of a rowwise part is copied, since results of an op must not share memory."""
     rowwise, columnwise = (list(each.parts) if each is not None else [] for each in operands)
     memory = {part.untyped_storage().data_ptr() for part in rowwise}
     return rowwise, [part.clone() if part.untyped_storage().data_ptr() in memory else part for part in columnwise]
 
 
 def no_context(plan: CastPlan, *asked: Any) -> CastContext:
-    """The context of a cast without a layer: no flag, no delayed scales, no stochastic rounding."""
+    """Return the context of a cast without a layer: no flag, no delayed scales, no stochastic rounding."""
     return CastContext(None, (None,) * len(plan.reads), ((),) * len(plan.reads))
 
 
 def _quantize_x_fake(
     x: Tensor, spec_id: Tensor | None, trace_id: int, wgrad: bool, record: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Empty tensors with the shapes, dtypes and strides of the parts, by the plan."""
+    """Return empty tensors with the shapes, dtypes and strides that the plan defines for the results of `quantize_x`."""
     spec = _spec_of_recipe(trace_id) if spec_id is None else spec_of(trace_id)
     matrix = prod(x.shape[:-1]), x.shape[-1]
     plan = plan_for(spec, matrix[0])
@@ -150,9 +157,10 @@ torch.library.register_fake("dlp::quantize_x", _quantize_x_fake, lib=_LIBRARY)
 class Codes(NamedTuple):
     """The operands of x that an op cast before the linear.
 
-    reader                the cast of the linear that reads x
+    reader                describes the linear that will read x
     rowwise, columnwise   the parts of the operands; columnwise is empty if backward does not read x, or reads x rowwise
-    version               counter of writes to x when x was cast; -1 in compiled code, where `_is_current` asks dynamo
+    version               x._version (torch's counter of writes) when x was cast; -1 in compiled code, where `_is_current`
+                          uses dynamo's fake tensors
     """
 
     reader: Reader
@@ -161,20 +169,20 @@ class Codes(NamedTuple):
     version: int
 
     def __reduce__(self) -> Any:
-        """A copied or pickled x has no codes: the reader refers to a model."""
+        """Copy and pickle as None, since the reader refers to a model."""
         return type(None), ()
 
 
 @dataclass(frozen=True)
 class Reader:
-    """The cast of x of a linear, for an op before the linear in traced calls.
+    """Description of the linear that will read x, with which an op before the linear casts x in traced calls.
 
-    bound      the spec under which the linear reads x; None: any linear that casts in the same way reads x
+    bound      the bound spec of the linear; None: any linear that casts x in the same way
     trace_id   identifies the recipe
     wgrad      whether backward of the linear reads x
     record     whether autograd records the forward, so that amaxes count for delayed scales
 
-    A copied or pickled reader has no `bound`.
+    Copies and pickles of a reader have `bound` None.
     """
 
     bound: BoundSpec | None
@@ -186,7 +194,8 @@ class Reader:
         return recipe_reader, (spec_of(self.trace_id).recipe,)  # registers the trace_id in another process
 
     def cast(self, x: Tensor) -> Tensor:
-        """A view of x with codes; x itself if only the linear can cast x, or if torch does not count writes to x."""
+        """Cast x and return a view of x with codes. Return x itself if only the linear can cast x, or if torch does not count
+        writes to x (inference mode)."""
         if not torch.compiler.is_dynamo_compiling() and x.is_inference():
             return x
         spec_id = None if self.bound is None else self.bound.spec_id
@@ -194,7 +203,7 @@ class Reader:
         return self.with_codes(x, *parts) if parts[0] else x
 
     def serves(self, bound: BoundSpec, save: bool) -> bool:
-        """Whether a linear of this spec reads the operands. save: whether backward reads x."""
+        """Whether a linear with this bound spec can use the operands. save: whether its backward reads x."""
         if save and not self.wgrad:
             return False
         if self.bound is not None:
@@ -202,7 +211,7 @@ class Reader:
         return bound.spec.amax_group is None and _casts_equally(bound.trace_id, self.trace_id)
 
     def with_codes(self, x: Tensor, rowwise: Sequence[Tensor], columnwise: Sequence[Tensor]) -> Tensor:
-        """A view of x with these codes."""
+        """Return a view of x with these codes."""
         x = x.view_as(x)
         version = -1 if torch.compiler.is_dynamo_compiling() else x._version
         x.dlp_codes = Codes(self, rowwise, columnwise, version)  # type: ignore[attr-defined]
@@ -211,20 +220,21 @@ class Reader:
         return x
 
     def split(self, parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The rowwise and the columnwise parts, from all parts."""
+        """Split the list of all parts into the rowwise and the columnwise parts."""
         count = _num_parts(self.trace_id)
         return parts[:count], parts[count:]
 
 
 @_constant
 def _num_parts(trace_id: int) -> int:
-    """Number of parts of x rowwise."""
+    """Return the number of parts of the rowwise operand of x."""
     return len(spec_of(trace_id).recipe.x.rowwise.format.parts)
 
 
 @_constant
 def _casts_equally(reads: int, cast_by: int) -> bool:
-    """Whether a linear of this trace_id casts x, on each rank alone, as a cast by recipe."""
+    """Whether a linear of the trace_id `reads` casts x without agreement between ranks, and exactly as the recipe of the
+    trace_id `cast_by` does."""
     mine, other = spec_of(reads), spec_of(cast_by)
     alone = mine.style.gathers != "x" and (mine.tp == 1 or mine.recipe.amax_scope == "table")
     same = mine.recipe.x == other.recipe.x and mine.recipe.units == other.recipe.units
@@ -232,13 +242,15 @@ def _casts_equally(reads: int, cast_by: int) -> bool:
 
 
 def codes_of(x: Tensor) -> Codes | None:
-    """The codes of x; None: x has no codes, was written to after the cast, or left or entered compiled code."""
+    """Return the codes of x. None: x has no codes, was written to after the cast, or has entered or left compiled code
+    since."""
     codes: Codes | None = getattr(x, "dlp_codes", None)
     return codes if codes is not None and _is_current(x, codes) else None
 
 
 def with_operands(bound: BoundSpec, x: Tensor, codes: Sequence[Tensor]) -> Any:
-    """x [..., K] with the operands of these parts, rowwise first, which the linear reads in place of x."""
+    """Return x [..., K] with an attribute that contains its operands, which the linear reads instead of x. `codes`: the rowwise
+    parts, then the columnwise parts."""
     row, col = bound.spec.recipe.x.rowwise.format, bound.spec.recipe.x.columnwise.format
     rest = codes[len(row.parts) :]
     given = x.detach()
@@ -247,16 +259,16 @@ def with_operands(bound: BoundSpec, x: Tensor, codes: Sequence[Tensor]) -> Any:
 
 
 def recipe_reader(recipe: Recipe) -> Reader:
-    """The cast of x by a recipe, for any linear."""
+    """Return the reader for any linear that casts x by this recipe."""
     return trace_reader(trace_of(LinearSpec("quantize", LOCAL, recipe, Overlaps.named("serial"))))
 
 
 def trace_reader(trace_id: int) -> Reader:
-    """The cast of x by the recipe of this trace_id, for any linear."""
+    """Return the reader for any linear that casts x by the recipe of this trace_id."""
     return Reader(None, trace_id, True, False)
 
 
-# Writes in compiled code. Dynamo runs `comptime` functions while it traces, on fake tensors that count writes.
+# Detect writes to x in compiled code. While dynamo traces, it runs `comptime` functions on fake tensors, which count writes.
 
 
 class _Seen:
@@ -264,25 +276,25 @@ class _Seen:
 
 
 def _mark(ctx: Any) -> None:
-    """Note the counter of writes to x on the fake tensor of x."""
+    """Store the counter of writes to x in an attribute of the fake tensor of x."""
     fake = ctx.get_local("x").as_fake()
     fake.dlp_cast_at = fake._version
 
 
 def _look(ctx: Any) -> None:
-    """Compare the counter of writes to x with the noted counter. A graph input has none."""
+    """Compare the counter of writes to x with the stored counter. A graph input has no stored counter."""
     fake = ctx.get_local("x").as_fake()
     _Seen.current = getattr(fake, "dlp_cast_at", None) == fake._version
 
 
 @_constant
 def _seen() -> bool:
-    """The result of the last `_look`."""
+    """Return the result of the last `_look`."""
     return _Seen.current
 
 
 def _is_current(x: Tensor, codes: Codes) -> bool:
-    """Whether x has the values that were cast."""
+    """Whether x still has the values from which `codes` were cast."""
     if not torch.compiler.is_dynamo_compiling():
         return codes.version == x._version
     torch._dynamo.comptime.comptime(_look)

@@ -5,23 +5,23 @@
     dw [N, K] = dy [M, N].T @ x [M, K]            wgrad    dy columnwise [N, M]  x columnwise [K, M]
     db [N]    = dy [M, N].sum(0)
 
-    M     tokens of all R ranks of tp in an operand that has been gathered, else tokens of this rank
+    M     number of tokens; under sequence parallelism of all R ranks of tp together, so that one rank has M/R
     N, K  out_features and in_features of w on this rank
-    COLUMN_SP   is called with x [M/R, K], which is gathered;  dx [M/R, K] is scattered
-    ROW_SP      returns y [M/R, N], which is scattered;  backward is called with dy [M/R, N], which is gathered
+    COLUMN_SP   forward gathers x [M/R, K]; backward scatters dx [M/R, K]
+    ROW_SP      forward scatters y [M/R, N]; backward gathers dy [M/R, N]
 
     forward   quantize x, start the gather of x
               y = token_gemm(x rowwise, w rowwise)
               save x of this rank's tokens, quantized
-    backward  quantize dy, start the gathers in order of need: the operand of dgrad first
+    backward  quantize dy, start the gathers: first of the operand of dgrad, which is needed first
               dx = token_gemm(dy rowwise, w columnwise); the reduction of dx runs under wgrad
               dw = contract_gemm(dy columnwise, x columnwise), now or in `backward_dw`
 
 Several weights that read the same x (siblings) share one quantization, one amax agreement, one gather and one saved operand of
 x, and the dgrads accumulate into one fp32 buffer that is reduced once, or are one GEMM (`dlp.quant.siblings`).
 
-x and dy may be lazy (`ops.Produced`): the cast computes them. The `LinearPlan` of a number of tokens decides what is cast,
-agreed on, sent and saved.
+x and dy may be lazy (`ops.Produced`): the cast computes their values. The `LinearPlan` for the number of tokens defines the
+casts, amax agreements, transfers and saved tensors.
 """
 
 from __future__ import annotations
@@ -64,8 +64,12 @@ from dlp.quant.tensor import QuantizedTensor
 
 
 class Finish(NamedTuple):
-    """Epilogue of fprop or dgrad: alpha A @ B.T; if `into` [rows, columns] is given, the product is added to `into`, which is
-    the result. `run` runs in place of `token_gemm`."""
+    """Epilogue of fprop or dgrad.
+
+    alpha   factor of the product A @ B.T
+    into    [rows, columns] to which the product is added, and which is the result; None: the product is the result
+    run     called instead of `token_gemm`, with the same arguments; None: `token_gemm`
+    """
 
     alpha: float = 1.0
     into: Tensor | None = None
@@ -79,16 +83,18 @@ def linear_forward(
     bound: BoundSpec, x: LayerInput, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
     ws: Sequence[QuantizedTensor], save: bool, record: bool, finish: Finish = NO_FINISH,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """y_i = x @ w_i.T + b_i, for every member i.
+    """Compute y_i = x @ w_i.T + b_i for every member i.
 
     x         [..., K]: stored, lazy, or quantized already
-    weights   w_i [N_i, K] of this rank; biases: b_i [N_i], or None
+    weights   w_i [N_i, K] of this rank
+    biases    b_i [N_i]; None: no bias
     ws        the rowwise operands of all w_i; empty: the weights are cast here
-    save      backward will read x (`keeps_x`)
-    record    gradients are enabled, so amaxes count for delayed scales
-    finish    the epilogue, of a layer with one member whose y is not reduced
-    returns   y_i [..., N_i]; [M, N_i] where x is gathered, [M/R, N_i] where y is scattered
-              and the tensors of x that backward needs: the parts of an operand, or x itself if x was lazy and wgrad reads x
+    save      whether backward will read x (`keeps_x`)
+    record    whether gradients are enabled, so that amaxes count for delayed scales
+    finish    the epilogue; only for a layer with one member whose y is not reduced
+
+    Returns a list of y_i [..., N_i] ([M, N_i] if x is gathered, [M/R, N_i] if y is scattered), and a list of the tensors of x
+    for backward: the parts of an operand; the computed values of a lazy x if wgrad reads x itself; else nothing.
     """
     spec, values = bound.spec, as_matrix(x)
     plan = bound.plans.get(x.shape) or plan_of(bound, x.shape)
@@ -129,27 +135,28 @@ def linear_backward(
     bound: BoundSpec, dys: Sequence[LayerInput], saved: Sequence[Tensor], weights: Sequence[Tensor],
     ws: Sequence[QuantizedTensor], wanted: GradsWanted, finish: Finish = NO_FINISH, into: Sequence[Target | None] = (),
 ) -> list[Tensor]:  # fmt: skip
-    """dx = sum over i of dy_i @ w_i,   dw_i = dy_i.T @ x,   db_i = dy_i.sum(0),   for the used members i.
+    """Compute dx = sum over i of dy_i @ w_i,   dw_i = dy_i.T @ x,   db_i = dy_i.sum(0),   for the used members i.
 
-    dys       dy_i [..., N_i], shaped as y_i was, or lazy [M, N_i]
-    saved     the tensors that forward saved (`to_save`)
+    dys       dy_i in the shape of y_i, or lazy [M, N_i]
+    saved     the tensors of x that forward saved (`to_save`)
     weights   w_i [N_i, K] of the used members
     ws        the columnwise operands of w_i; empty: the weights are cast here if a gradient reads them
-    finish    the epilogue of dgrad, where dx is not reduced; `alpha` scales wgrad as well
-    into      the tensor that each dw_i is written to; empty, or None: dw_i is returned
-    returns   the wanted gradients among dx [M, K], dw_i [N_i, K], db_i [N_i], in this order, without each dw_i that was
-              written `into` a tensor. For delayed wgrads the operands are returned instead, at the end of the list, for
-              `leave_wgrads`
+    wanted    the gradients to compute
+    finish    the epilogue of dgrad; only for a layer whose dx is not reduced. `alpha` scales wgrad as well
+    into      the target to which each dw_i is written or added; empty, or None for a member: dw_i is returned
+
+    Returns the wanted gradients among dx [M, K], dw_i [N_i, K], db_i [N_i], in this order, without each dw_i that was written
+    `into` a target. For delayed wgrads the end of the list has the parts of the operands instead of dw_i (`leave_wgrads`).
     """
     spec, any_dw = bound.spec, any(wanted.dw)
     members = spec.members if len(wanted.used) == len(spec.members) else [spec.members[i] for i in wanted.used]
     rows: list[Any] = list(map(as_matrix, dys))
-    if any(wanted.db):  # db is summed in the read that casts dy
+    if any(wanted.db):  # the kernel that casts dy also sums db
         rows = [Summed(dy) if needed else dy for dy, needed in zip(rows, wanted.db, strict=True)]
     tokens = rows[0].shape[0]
     plan = bound.plans_back.get(tokens) or bound.plan_back(tokens)
     with plan.scope["backward"]():
-        # x: a second gather starts first and runs under the cast of dy
+        # x: if x is gathered again, the gather starts here and runs under the cast of dy
         x_col = saved_x(bound, plan, saved) if any_dw else None
 
         # dy: observe, agree, cast, start the gathers
@@ -188,8 +195,8 @@ def _dgrad(
     wanted: GradsWanted,
     finish: Finish,
 ) -> Tensor | Pending[Tensor]:
-    """dy_i rowwise [M, N_i], w_i columnwise [K, N_i] -> dx [M, K], which may be padded, or the reduction of dx in flight. The
-    dgrads of siblings are summed in fp32."""
+    """Compute dx [M, K], which may be padded, from dy_i rowwise [M, N_i] and w_i columnwise [K, N_i]; if dx is reduced over tp,
+    return the reduction in flight. The dgrads of siblings are summed in fp32."""
     options = plan.recipe.dgrad
     dtype = options.out_dtype or wanted.dtype
     gemms = [Gemm("dgrad", w, dtype if len(ws) == 1 else torch.float32, options=options) for w in ws]
@@ -203,7 +210,8 @@ def _wgrads(
     bound: BoundSpec, dy_cols: Sequence[Columnwise | None], x_col: Columnwise, weights: Sequence[Tensor],
     ws: Sequence[QuantizedTensor], wanted: GradsWanted, alpha: float, into: Sequence[Target | None],
 ) -> list[Tensor]:  # fmt: skip
-    """dy_i columnwise [N_i, M], x columnwise [K, M] -> the wanted dw_i [N_i, K] that are not written `into` a target."""
+    """Compute the wanted dw_i [N_i, K] from dy_i columnwise [N_i, M] and x columnwise [K, M]. Return each dw_i without a target
+    in `into`."""
     x, grads = whole(x_col), list[Tensor]()
     targets = into or [None] * len(weights)
     clips = [w.parts[-1].t() for w in ws] if bound.spec.recipe.w.clips else [None] * len(weights)
@@ -217,14 +225,15 @@ def _wgrads(
 def _operands_of_wgrads(
     bound: BoundSpec, dy_cols: Sequence[Columnwise | None], x_col: Columnwise, wanted: GradsWanted
 ) -> list[Tensor]:
-    """The parts of the operands of delayed wgrads: each wanted dy_i, then x, in memory that outlives this pass."""
+    """Return the parts of the operands of delayed wgrads: each wanted dy_i, then x, in memory that later passes do not
+    reuse."""
     x = outliving(x_col, bound.spec.group)
     dys = [outliving(dy_col, bound.spec.group) for dy_col, needed in zip(dy_cols, wanted.dw, strict=True) if needed]
     return [part for operand in (*dys, x) for part in operand.parts]
 
 
 def _changed_dx(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor]) -> Tensor:
-    """dx [M, K] of the GEMM -> dx with 0 where x was clipped, rounded by the recipe's quantizer of dx."""
+    """Set dx [M, K] to 0 where x was clipped, and round dx by the recipe's quantizer of dx, if the recipe has these."""
     recipe = bound.spec.recipe
     if recipe.x.clips:
         clipped = recipe.x.rowwise.format.wrap(saved).parts[-1]
@@ -244,11 +253,13 @@ def token_gemm(
     gemms: Sequence[Gemm],
     dtype: torch.dtype,
 ) -> Tensor | Pending[Tensor]:
-    """sum over i of gemm_i(operand_i) [M, features]: fprop or dgrad, where tokens are rows of the result.
+    """Compute the sum over i of gemm_i(operand_i) [M, features]: fprop or dgrad, where tokens are rows of the result.
 
-    reduce   the reduction of the sum over tp; None: no reduction
-    dtype    of the result, and of the contribution of each rank to a reduction, unpacked
-    returns  the result, as the strategy of the gather schedules the GEMM, or the reduction in flight
+    reduce     the reduction of the sum over tp; None: no reduction
+    operands   operand A of each GEMM, which may be in a gather: then the overlap strategy of the gather schedules the GEMM
+    dtype      dtype of the result, and of the contribution of each rank to a reduction before it is packed
+
+    Returns the result, or the reduction in flight if `reduce` is given.
     """
     if spec.invariant:
         return canonical.token_gemm(spec, reduce, operands, gemms, dtype)
@@ -271,11 +282,13 @@ def contract_gemm(
     bound: BoundSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype,
     alpha: float = 1.0, into: Target | None = None, clipped: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """dw [N, K] = dy.T @ x: wgrad, one GEMM over all tokens, which are contracted.
+    """Compute wgrad, dw [N, K] = dy.T @ x, as one GEMM that contracts all tokens.
 
-    dy, x         columnwise operands [N, M] and [K, M], which may be padded; shape, dtype: of the weight
-    into          the tensor that dw is written or added to; None: dw is returned
-    clipped       bool [N, K], which may be padded: where the weight was clipped, dw is 0
+    dy, x          columnwise operands [N, M] and [K, M], which may be padded
+    shape, dtype   shape and dtype of the weight
+    alpha          factor of dw
+    into           the tensor to which dw is written or added; None: dw is returned
+    clipped        bool [N, K], which may be padded: dw is set to 0 where the weight was clipped; None: not clipped
     """
     if bound.spec.invariant:
         return canonical.contract_gemm(bound.spec, dy, x, shape, dtype)

@@ -1,10 +1,10 @@
-"""Linear, ColumnParallelLinear, RowParallelLinear, and the siblings that conversion makes.
+"""Linear, ColumnParallelLinear and RowParallelLinear, and the class that `convert` gives to nn.Linear.
 
-A module owns the parameters; a `LinearCore` computes. The core holds the layer's spec and finds its weights. Siblings, which
-are layers that read the same x, share one core and run as one layer. A forward goes through
+A module owns the parameters, and a `LinearCore` runs the layer: the core has the spec and accesses the weights. Siblings, which
+are layers that read the same x, share one core and run as one layer. A forward calls
 
     modules.py      `LinearCore.__call__`   checks the inputs, finds the spec that applies and the operands of the weights
-    autograd.py     `call_of`, `LINEAR`     the record that calls with equal shapes share; the tensors that autograd saves
+    autograd.py     `call_of`, `LINEAR`     the record that calls with equal shapes share; saves tensors for backward
     functional.py   `linear_forward`        cast, gather, GEMM, reduce
     casts.py        `cast`                  observe, agree, cast
     overlap/        the strategy            issues gathers, GEMMs and reductions
@@ -59,8 +59,8 @@ def check_input(spec: LinearSpec, x: Any) -> None:
 
 
 def calling_state(x: Tensor) -> tuple[Any, ...]:
-    """State that y depends on besides the identity of x: grad mode, autocast regions, and the version counter of x
-    (unavailable in inference mode and while torch compiles)."""
+    """Return the state, besides x itself, on which y depends: grad mode, torch's autocast, the autocast region of dlp, and the
+    version counter of x (none for tensors of inference mode). While torch compiles, only the first two are compared."""
     modes = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
     if torch.compiler.is_dynamo_compiling():
         return modes
@@ -71,18 +71,19 @@ def calling_state(x: Tensor) -> tuple[Any, ...]:
 
 
 class SharedCall:
-    """The y_i of siblings between their calls: the first sibling that is called with an x computes the y of all siblings; the
-    other siblings are called with the same x and take their y. Each thread has separate outputs."""
+    """Outputs of siblings between their calls. The first sibling that is called with an x computes the y_i of all siblings; the
+    other siblings are called with the same x and take their y_i. Each thread has separate outputs."""
 
     def __init__(self) -> None:
         self._of_thread: dict[int, SiblingOutputs] = {}
 
     def forget(self) -> None:
-        """Drop outputs that were not taken, in all threads: the weights changed."""
+        """Discard outputs that were not taken, in all threads, because the weights changed."""
         self._of_thread = {}
 
     def find(self, index: int, state: tuple[Any, ...]) -> SiblingOutputs | None:
-        """The outputs that hold the y of this member, computed in the same `calling_state`; None: there are none."""
+        """Return this thread's outputs, if they contain the y of this member and were computed in the same `calling_state`;
+        else None."""
         found = self._of_thread.get(_thread())
         return found if found is not None and index in found.ys and state == found.state else None
 
@@ -90,7 +91,7 @@ class SharedCall:
         self._of_thread[_thread()] = SiblingOutputs(x, state, ys)
 
     def take(self, index: int) -> Tensor:
-        """Take the y of a member from the outputs of this thread."""
+        """Remove the y of a member from the outputs of this thread, and return it."""
         thread = _thread()
         ys = self._of_thread[thread].ys
         y = ys.pop(index)
@@ -100,19 +101,24 @@ class SharedCall:
 
 
 def _thread() -> int:
-    """Id of the running thread; 0 while torch.compile traces, which uses one thread."""
+    """Return the id of the running thread; 0 while torch.compile traces, which uses one thread."""
     return 0 if torch.compiler.is_dynamo_compiling() else threading.get_ident()
 
 
 class SiblingOutputs(NamedTuple):
-    """The y_i that were computed from x in one `calling_state` and not taken by a member yet."""
+    """Outputs of one computation of siblings.
+
+    x       the input of all siblings
+    state   `calling_state` of the computation
+    ys      y by member index, without the y that were taken
+    """
 
     x: Tensor
     state: tuple[Any, ...]
     ys: dict[int, Tensor]
 
     def reads_alias(self, x: Tensor) -> bool:
-        """Whether x is another tensor over the same memory, as a full backward hook passes to its module."""
+        """Whether x is a view of the same memory as `self.x`; a full backward hook passes such a view to its module."""
         return _memory(x) == _memory(self.x)
 
 
@@ -123,9 +129,9 @@ def _memory(x: Tensor) -> tuple[Any, ...]:
 class LinearCore(LayerState):
     """Compute y_i = x @ w_i.T + b_i for one linear (one member) or for siblings (several members).
 
-    ran_under     the specs of forwards in autocast regions and activation checkpoints (`LayerRuns`)
-    bias_apart    `return_bias`: y_i is returned without b_i
-    shared        y_i between the calls of siblings
+    ran_under     record of forwards in autocast regions and activation checkpoints (`LayerRuns`)
+    bias_apart    whether y_i is returned without b_i (`return_bias`)
+    shared        outputs of siblings that were computed but not taken yet
     """
 
     def __init__(self, spec: LinearSpec, session: StepState, members: Sequence[Member]) -> None:
@@ -140,7 +146,7 @@ class LinearCore(LayerState):
         return super().__getstate__() | {"shared": SharedCall()}
 
     def parameters(self) -> list[Any]:
-        """The weights, then the biases that are added to y (None: no bias), as the modules hold them."""
+        """Return the parameters of the modules: the weights, then the biases that are added to y (None: no bias)."""
         try:
             weights = [m.module._parameters[m.weight] for m in self.members]
             return weights + [None if self.bias_apart else m.module._parameters[m.bias] for m in self.members]
@@ -158,8 +164,9 @@ class LinearCore(LayerState):
         return None if bias is None else self._local(bias)
 
     def bias_for(self, index: int, y: Tensor) -> Tensor | None:
-        """The bias [N] that `return_bias` returns with y: this rank's shard in the dtype of y, copied, since FSDP frees
-        gathered memory. The gradient goes to the parameter, and covers the tokens to which this rank adds the bias."""
+        """Return the bias [N] that `return_bias` returns with y: this rank's shard in the dtype of y, copied, since FSDP frees
+        gathered memory. Autograd passes its gradient to the parameter; this gradient covers only the tokens of this rank's
+        y."""
         bias = self._bias(self.members[index])
         return None if bias is None else bias.to(y.dtype, copy=True)
 
@@ -167,12 +174,14 @@ class LinearCore(LayerState):
         return local(parameter, self.spec.name, self.spec.num_axes)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [..., K] -> y_i [..., N_i]; x or y is a token shard if the style says so.
+        """Compute y_i [..., N_i] from x [..., K]. Depending on the style, x or y is a token shard.
 
-        Under torch.autocast x is cast to its dtype first, as `nn.Linear` does, and y has that dtype."""
+        Under torch.autocast x is cast to the dtype of autocast first, as in `nn.Linear`, and y has this dtype."""
         if type(x) is not Tensor:
             check_input(self.spec, x)
-            if hasattr(x, "operands"):  # decoded if this layer would quantize x differently
+            if hasattr(
+                x, "operands"
+            ):  # x is quantized already; `accepted` decodes x if this layer would cast it differently
                 x = accepted(self.bound if opaque() else active_spec(self), x, "x")
         if torch._C._is_any_autocast_enabled() and autocasts(x):
             with no_autocast((x,)):
@@ -184,7 +193,7 @@ class LinearCore(LayerState):
         bound, record, weights = active_spec(self), torch.is_grad_enabled(), self.weights
         if bound is self.bound and x.dtype == weights.dtype:
             cast_weights = weights.parts
-        else:  # another spec than the layer's own, or another dtype than in the last call
+        else:  # the spec of an autocast region or of an earlier forward, or another dtype than in the last call
             cast_weights = weights.operands_for(bound, x.dtype)
         parameters = self.parameters()
         if weights.held:
@@ -196,7 +205,7 @@ class LinearCore(LayerState):
         return forward(None, (call, cast_weights), (x, *parameters))
 
     def by_ops(self, x: Tensor) -> tuple[Tensor, ...]:
-        """`__call__` through the opaque ops, for traced or watched calls."""
+        """Run `__call__` through the opaque ops (`dlp.parallel.linear.opaque`), for traced or watched calls."""
         bound = self.traced_bound()
         cast_weights = self.weights.operands_for(bound, x.dtype)
         weights, biases = self.weight_tensors(), self.biases()
@@ -219,24 +228,26 @@ class LinearCore(LayerState):
         return results
 
     def traced_bound(self) -> BoundSpec:
-        """The spec under which a traced or watched call runs."""
+        """Return the bound spec under which a traced or watched call runs."""
         return self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
 
     def reader(self, bound: BoundSpec | None = None) -> Reader:
-        """The cast of x by this layer, for an op before the layer in a traced or watched call. `bound`: the spec of the call;
-        None: `traced_bound`."""
+        """Return the `Reader` with which an op before this layer casts x, in a traced or watched call. `bound`: the bound spec
+        of the call; None: `traced_bound`."""
         bound, record = bound or self.traced_bound(), torch.is_grad_enabled()
         trained = any(weight.requires_grad for weight in self.parameters()[: len(self.members)])
         return Reader(bound, bound.trace_id, record and keeps_x(bound.spec.recipe, True, trained), record)
 
     def _codes_for(self, bound: BoundSpec, x: Tensor, save: bool) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The rowwise and columnwise parts of an x that an earlier op cast for this layer; empty: this layer casts x."""
+        """Return the rowwise and the columnwise parts of an x that an earlier op cast for this layer; empty: this layer casts
+        x."""
         codes = codes_of(x)
         return (codes.rowwise, codes.columnwise) if codes is not None and codes.reader.serves(bound, save) else ((), ())
 
     def sibling(self, index: int, x: Tensor) -> Tensor:
-        """y of one member. The first sibling called with an x computes all y_i; the other members must be called with the same
-        x, and take their y_i. After an in-place change of x or a change of grad mode all y_i are computed again."""
+        """Return y of one member. The first sibling that is called with an x computes all y_i; the other siblings must be
+        called with the same x, and take their y_i. After an in-place change of x or a change of grad mode all y_i are computed
+        again."""
         if len(self.members) == 1:
             return self(x)[0]
         state = calling_state(x)
@@ -273,7 +284,8 @@ class ParallelLinear(SpreadModule):
     """Base of the linear layers: parameters `weight` [N, K] and `bias` [N] (or one pair per sibling), and a core.
 
     dlp_made     origin of the layer: "by hand" (constructed explicitly) or "by convert"
-    tp_partial   names of parameters whose gradients are partial sums over tp
+    core         the `LinearCore`, which siblings share
+    tp_partial   names of parameters whose gradients on one rank are partial sums, to be summed over tp
     """
 
     dlp_made = "by hand"
@@ -281,7 +293,7 @@ class ParallelLinear(SpreadModule):
     tp_partial: tuple[str, ...] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelLinear:
-        """Apply `to`, `half`, `to_empty` and the like; quantized-only weights move by themselves."""
+        """Apply `to`, `half`, `to_empty` and the like. Quantized-only weights, which torch cannot move, are moved here."""
         held = {weight.member.weight: weight for weight in self._held_weights()}
         for weight in held.values():
             weight.check_move(fn(torch.empty(0, device=self.core.device)).device)
@@ -320,8 +332,8 @@ class ParallelLinear(SpreadModule):
 
 
 def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:
-    """Names of parameters whose gradient covers only the tokens of this rank and must be summed over tp at the end of
-    backward. Invariant layers sum within backward."""
+    """Return the names of parameters whose gradients cover only the tokens of this rank and must be summed over tp at the end
+    of backward. An invariant layer has none, since it sums within backward."""
     if spec.invariant:
         return ()
     weights = [m.weight for m in members] if spec.style.partial_weight_grad else []
@@ -330,7 +342,7 @@ def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...
 
 
 class ConvertedLinear(ParallelLinear, nn.Linear):
-    """An nn.Linear that `convert` made parallel by changing the class: the object, hooks and references stay, and code that
+    """Class that `convert` assigns to an nn.Linear: the object with its hooks and references stays the same, and code that
     initializes every nn.Linear still finds the layer. Siblings share one core, in which this layer is member `index`."""
 
     dlp_made = "by convert"
@@ -362,10 +374,10 @@ class Linear(ParallelLinear):
         bias: whether to add a learnable bias.
         tp: tensor-parallel ranks: a DeviceMesh with one axis, such as `mesh["tp"]`, or a ProcessGroup. None: this rank
             alone.
-        sequence_parallel: x is a token shard of this rank, and gradients of parameters are summed over tp.
+        sequence_parallel: whether x is the token shard of this rank; gradients of parameters are then summed over tp.
         recipe: name of a recipe ("fp8_current"), or a `Recipe`.
-        overlap: "auto", "serial" or "chunked", or a dict of these by GEMM. "auto" is decided at construction from the
-            shipped tables for 8192 tokens of all ranks; `dlp.convert` decides again for its `batch`.
+        overlap: "auto", "serial" or "chunked", or a dict from "fprop", "dgrad" and "wgrad" to these names. "auto" is decided
+            at construction from the shipped tables, for 8192 tokens of all ranks; `dlp.convert` decides again for its `batch`.
         return_bias: return (y, bias) instead of adding the bias; tuples for siblings.
         save_original_input: save x in high precision for wgrad, and quantize x again in backward.
         delay_wgrad: compute wgrad in `dlp.backward_dw` instead of in backward.
@@ -435,12 +447,12 @@ class Linear(ParallelLinear):
         self.tp_partial = partial_names(spec, owners)
 
     def _parameter_names(self, count: int) -> list[tuple[str, str]]:
-        """The names of the weight and the bias of each sibling."""
+        """Return the names of the weight and the bias of each sibling."""
         suffixes = [""] if isinstance(self.out_features, int) else [f"_{i}" for i in range(count)]
         return [(f"weight{suffix}", f"bias{suffix}") for suffix in suffixes]
 
     def _drawn(self, size: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
-        """A full nn.Linear with initial values."""
+        """Create an unsharded nn.Linear with initial values."""
         full = nn.Linear(self.in_features, size, bias, device=device, dtype=dtype)
         if self._init_method is not None:
             with torch.no_grad():
@@ -460,7 +472,7 @@ class Linear(ParallelLinear):
         self.core.weights.drop()
 
     def forward(self, x: Tensor) -> Any:
-        """x -> y, or a tuple of y_i; with `return_bias` (y, bias)."""
+        """Return y, or a tuple of y_i for several weights; with `return_bias` the pair (y, bias)."""
         ys, one = self.core(x), isinstance(self.out_features, int)
         if not self.core.bias_apart:
             return ys[0] if one else ys
@@ -480,9 +492,9 @@ class ColumnParallelLinear(Linear):
         bias: whether to add a learnable bias.
         tp: tensor-parallel ranks: a DeviceMesh with one axis, such as `mesh["tp"]`, or a ProcessGroup. None: this rank
             alone.
-        sequence_parallel: x is a token shard of this rank.
+        sequence_parallel: whether x is the token shard of this rank.
         recipe: name of a recipe, or a `Recipe`.
-        overlap: "auto", "serial" or "chunked", or a dict of these by GEMM.
+        overlap: "auto", "serial" or "chunked", or a dict from "fprop", "dgrad" and "wgrad" to these names.
         return_bias: return (y, bias) instead of adding the bias.
         save_original_input: save x in high precision for wgrad, and quantize x again in backward.
         delay_wgrad: compute wgrad in `dlp.backward_dw` instead of in backward.

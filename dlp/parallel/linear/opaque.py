@@ -1,8 +1,9 @@
-"""The linear as two opaque ops, `dlp::linear_fwd` and `dlp::linear_bwd`, for calls that something traces or watches.
+"""The linear as two opaque ops, `dlp::linear_fwd` and `dlp::linear_bwd`, for calls under torch.compile, a dispatch mode or fake
+tensors ("traced or watched" calls).
 
-torch.compile, dispatch modes and fake tensors see the ops. The ops take tensors and two identifiers
-(`dlp.parallel.linear.state`); the `LinearPlan` gives the shapes of their results; streams, groups and collectives stay inside.
-`OpaqueLinearFn` is the autograd function around the ops, which torch.compile reads.
+The ops take tensors and two identifiers (`dlp.parallel.linear.state`). The `LinearPlan` defines the shapes of their results.
+Streams, groups and collectives are not visible outside of the ops. `OpaqueLinearFn` is the autograd function around the ops,
+which torch.compile traces.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def _weight_operands(
     bound: BoundSpec, used: Sequence[int], weights: Sequence[Tensor], cached: Sequence[Tensor], dtype: torch.dtype,
     *, columnwise: bool, record: bool,
 ) -> list[QuantizedTensor]:  # fmt: skip
-    """The operands of the `used` weights in one orientation: `cached` at the step boundary, or gathered by FSDP; empty if the
-    pass casts the weights."""
+    """Return the operands of the `used` weights in one orientation: from the parts `cached` at the step boundary, or gathered
+    by FSDP. The list is empty if the pass casts the weights."""
     if cached:
         parts = WeightParts(lambda: bound.spec, cached, bound.spec.weight_formats[1])
         return parts.columnwise_operands(used) if columnwise else parts.operands[0]
@@ -53,8 +54,8 @@ def linear_fwd(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool, codes: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip  # many parameters: the flat schema of the op
-    """`linear_forward` as an op. codes: the parts of x that `quantize_x` returned, which the op reads in place of x, and which
-    the caller saves; empty: the op casts x."""
+    """Run `linear_forward` as an op. codes: the parts of x that `quantize_x` returned, which the op reads instead of x, and
+    which the caller saves for backward; empty: the op casts x."""
     bound = bound_of(spec_id)
     check_compiled(bound)
     check_features(bound.spec, x, weights[0])
@@ -73,7 +74,7 @@ def linear_bwd(
     dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
-    """`linear_backward` as an op; flags: see `GradsWanted.flags`."""
+    """Run `linear_backward` as an op. flags: see `GradsWanted.flags`."""
     bound = bound_of(spec_id)
     wanted = GradsWanted.of_flags(flags, dtype, bound.spec.recipe)
     bound.session.in_layer_backward(bound.spec)
@@ -91,7 +92,8 @@ def linear_bwd(
 
 
 def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedPasses:
-    """The captured passes of a layer that is called as ops, for x or dy of this device and dtype."""
+    """Return the captured passes of a layer whose calls run as ops, for the device of x (or dy) and for the TF32 setting that
+    applies to its dtype."""
     key = CapturedPasses, x.get_device(), multiplies_tf32(x)
     found: CapturedPasses | None = bound.calls.get(key)
     if found is None:
@@ -103,7 +105,8 @@ def _linear_fwd_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool, codes: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip  # many parameters: the flat schema of the op
-    """Empty tensors with the shapes, dtypes and strides of the results, by the plan; inductor relies on the strides."""
+    """Return empty tensors with the shapes, dtypes and strides that the plan defines for the results of `linear_fwd`. Inductor
+    relies on the strides."""
     spec = spec_of(trace_id)
     check_features(spec, x, weights[0])
     tokens = x.numel() // x.shape[-1]
@@ -116,7 +119,7 @@ def _linear_bwd_fake(
     dys: list[Tensor], saved: list[Tensor], weights: list[Tensor], cached: list[Tensor], spec_id: Tensor, trace_id: int,
     dtype: torch.dtype, flags: list[int],
 ) -> list[Tensor]:  # fmt: skip
-    """Empty tensors with the shapes and dtypes of the results, by the plan."""
+    """Return empty tensors with the shapes and dtypes that the plan defines for the results of `linear_bwd`."""
     spec, dy = spec_of(trace_id), dys[0]
     wanted = GradsWanted.of_flags(flags, dtype, spec.recipe)
     grads: list[Result] = []
@@ -137,8 +140,8 @@ def _forward_flops(
     x: Sequence[int], weights: Sequence[Sequence[int]], biases: Any, cached: Any, spec_id: Any,
     trace_id: int, *args: Any, out_shape: Any = None,
 ) -> int:  # fmt: skip
-    """FLOPs of fprop on this rank, for torch's FlopCounterMode, which passes shapes in place of tensors: 2 M K N, with M after
-    the gather."""
+    """Return the FLOPs of fprop on this rank: 2 M K N, with M after the gather. torch's FlopCounterMode calls this function
+    with shapes instead of tensors."""
     spec = spec_of(trace_id)
     tokens = prod(x[:-1]) * (spec.tp if spec.style.gathers == "x" else 1)
     return sum(2 * tokens * prod(weight) for weight in weights)
@@ -147,7 +150,7 @@ def _forward_flops(
 def _backward_flops(
     dys: Sequence[Sequence[int]], saved: Any, weights: Sequence[Sequence[int]], *args: Any, out_shape: Any = None
 ) -> int:  # fmt: skip
-    """FLOPs of dgrad and wgrad; a delayed wgrad is counted here."""
+    """Return the FLOPs of dgrad and wgrad on this rank, including a delayed wgrad."""
     _, _, trace_id, dtype, flags = args
     spec = spec_of(trace_id)
     wanted = GradsWanted.of_flags(flags, dtype, spec.recipe)
@@ -156,7 +159,8 @@ def _backward_flops(
 
 
 def _labelled(op: Callable[..., Any], gemm: str) -> Callable[..., Any]:
-    """The op, under a label of the observer: the layer, and this GEMM for transfers without a finer label."""
+    """Wrap an op so that the observer labels its transfers with the layer and, where no inner label is set, with the purpose
+    `gemm`."""
 
     @wraps(op)
     def labelled(*args: Any) -> Any:
@@ -185,26 +189,27 @@ for _name, _real, _fake, _flops, _gemm in (
 
 
 def count_microbatch(spec_id: Tensor) -> None:
-    """Count a microbatch of the session of this layer, as an op: compiled code runs it before the layers of the model."""
+    """Count a microbatch in the session of this layer. Compiled code runs this op before the layers of the model."""
     bound_of(spec_id).session.advance()
 
 
 _LIBRARY.define("count_microbatch(Tensor spec_id) -> ()")
 _LIBRARY.impl("count_microbatch", count_microbatch, "CompositeExplicitAutograd")
 torch.library.register_fake("dlp::count_microbatch", lambda spec_id: None, lib=_LIBRARY)
-# an op without results, which graph passes would remove
+# graph passes would remove an op without results
 torch.library._register_effectful_op("dlp::count_microbatch", EffectType.ORDERED, lib=_LIBRARY)
 
 
 class OpaqueLinearFn(torch.autograd.Function):
-    """`apply(x, spec_id, trace_id, count, handed, save, record, delay, *weights, *biases, *cached, *codes)` -> a tuple of y_i.
+    """Autograd function: `apply(x, spec_id, trace_id, count, handed, save, record, delay, *weights, *biases, *cached, *codes)`
+    returns a tuple of y_i.
 
-    count          number of weights, and of biases
-    handed         number of rowwise and of columnwise parts in `codes`
+    count          number of weights, which is also the number of biases
+    handed         (number of rowwise parts, number of columnwise parts) in `codes`
     save, record   as in `linear_forward`
-    delay          the spec's `delay_wgrad`
-    cached         flat parts of the operands that the step boundary cast, in both orientations; empty: there are none now
-    codes          parts of x that `dlp::quantize_x` cast (`dlp.parallel.linear.codes`); empty: the linear casts x
+    delay          `delay_wgrad` of the spec
+    cached         parts of the weight operands that the step boundary cast, in both orientations; empty: not cast there
+    codes          parts of x that `dlp::quantize_x` returned (`dlp.parallel.linear.codes`); empty: the linear casts x
     """
 
     @staticmethod
@@ -220,7 +225,7 @@ class OpaqueLinearFn(torch.autograd.Function):
         saved = to_save(x, kept, save)
         ctx.trace_id, ctx.count, ctx.delay, ctx.num_saved = trace_id, count, delay, len(saved)
         ctx.x_shape, ctx.x_dtype, ctx.num_codes = x.shape, x.dtype, len(codes)
-        # a compiled graph keeps no state of its forward, and scales of an autocast region do not apply inside
+        # compiled code neither stores a ForwardState nor uses the scales of autocast regions
         ctx.state = None if torch.compiler.is_dynamo_compiling() else bound_of(spec_id).session.forward_state()
         ctx.save_for_backward(spec_id, *saved, *weights, *cached)
         ctx.set_materialize_grads(False)
@@ -234,7 +239,7 @@ class OpaqueLinearFn(torch.autograd.Function):
 
 
 def _backward_by_op(ctx: Any, dys: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """dy_i -> a gradient for each argument of `OpaqueLinearFn.forward`, None for arguments without a gradient."""
+    """Compute from dy_i a gradient for each argument of `OpaqueLinearFn.forward`; None for arguments without a gradient."""
     count, (spec_id, *tensors) = ctx.count, ctx.saved_tensors
     saved, weights = list(tensors[: ctx.num_saved]), list(tensors[ctx.num_saved : ctx.num_saved + count])
     cached = list(tensors[ctx.num_saved + count :])

@@ -5,22 +5,23 @@
     dgrad  dx [M, K]   dy rowwise [M, N]      w columnwise [K, N]
     wgrad  dw [N, K]   dy columnwise [N, M]   x columnwise [K, M]
 
-A pure function of a recipe, a row of the style table, the number of tp ranks and the tokens of this rank. The only record of
-these decisions:
+The plan is a pure function of a recipe, a row of the style table, the number of tp ranks and the tokens of this rank. No other
+code repeats these decisions. The plan is read by
 
-    dlp.parallel.linear.functional    executes the plan; `dlp.parallel.linear.quantize` the routes of x and dy
-    dlp.parallel.linear.opaque        reads shapes and dtypes of results, for torch.compile
-    dlp.parallel.model.rows           prints notes
-    dlp.parallel.traffic.predict      predicts bytes; the observer that counts bytes does not read the plan
+    dlp.parallel.linear.functional    to execute the GEMMs and reductions
+    dlp.parallel.linear.quantize      to execute the routes of x and dy
+    dlp.parallel.linear.opaque        for shapes and dtypes of results, which torch.compile needs
+    dlp.parallel.model.rows           to print notes
+    dlp.parallel.traffic.predict      to predict bytes. The observer that counts bytes does not read the plan
 
-A `Route` is the path of x or dy to a GEMM. If the shards of an operand concatenate to the operand of all tokens, they are cast,
-then gathered; else the values are gathered in high precision, then cast:
+A `Route` lists the casts and gathers of x or dy before a GEMM. If the cast shards of all ranks concatenate to the cast of all
+tokens, shards are cast, then gathered; else the values are gathered in high precision, then cast:
 
     x [M/R, K] of this rank  ──cast──►  operand of M/R tokens  ──gather──►  operand of M tokens
                              ──gather──►  x [M, K]             ──cast──►    operand of M tokens
 
-A reduction sums contributions of all ranks, each carried in the format that a `ReduceCodec` packs (`WIRES`), by the name that
-recipes and settings use:
+A reduction sums the contributions of all ranks. A `ReduceCodec` defines the format in which contributions are sent (`WIRES`).
+Recipes and settings name the formats:
 
     hp      the dtype of the result
     bf16    bf16
@@ -88,7 +89,7 @@ WIRES = {
     "fp8": ReduceCodec(pack_fp8, _sum_fp8, _kinds_fp8),
 }
 
-ASKED = "its recipe asks for it"  # because of gather_dy = "high_precision"
+ASKED = 'the recipe has gather_dy = "high_precision"'
 Reasons = tuple[str | None, str | None]
 
 
@@ -97,9 +98,9 @@ class Gathered:
     """The all-gather of x or dy.
 
     gemm         the GEMM whose overlap strategy schedules the gather
-    columnwise   the orientation of the gathered operand; None: values [M/R, features] are gathered, unquantized
-    leased       the operand is cast directly into the segment of this rank in the output buffer of the gather. False for an
-                 operand that forward saves for backward, which would keep the full buffer alive
+    columnwise   the orientation of the gathered operand; None: values [M/R, features] are gathered in high precision
+    leased       whether the operand is cast directly into the segment of this rank in the output buffer of the gather. False
+                 for an operand that forward saves for backward, which would keep the complete buffer alive
     format       the format of the operand; None: values are gathered
     overlap      the overlap strategy; None in a plan that is only printed
     """
@@ -117,20 +118,20 @@ class Gathered:
 
     @property
     def at_once(self) -> bool:
-        """Whether the operand is read only after all shards have arrived: wgrad and a cast after the gather read all
-        tokens."""
+        """Whether the operand is read only after all shards have arrived, because wgrad, or a cast after the gather, reads
+        it."""
         return self.gemm == "wgrad" or self.columnwise is None
 
 
 @dataclass(frozen=True)
 class Route:
-    """Path of x or dy from the tokens of this rank to the GEMMs.
+    """Casts and gathers of x or dy, from the tokens of this rank to the GEMMs.
 
     cast_before   orientations that are cast from the tokens of this rank, before the gathers
     gathers       the gathers, in the order in which they start
     cast_after    orientations that are cast from the gathered values of all ranks
-    reasons       for each orientation in `cast_after` the reason why the cast is not before the gather
-    casts         how orientations are cast; the key has the orientations, and whether the values have been gathered
+    reasons       for each orientation in `cast_after` the reason why the cast is not before the gather, else None
+    casts         returns the cast plan of (orientations, whether the values have been gathered); None: only shapes are needed
     """
 
     tensor: str
@@ -142,22 +143,22 @@ class Route:
 
     @cached_property
     def before(self) -> CastPlan | None:
-        """The casts of `cast_before`; None: there are none. Evaluated lazily, since a fake implementation reads only shapes,
-        with sizes that may be symbolic."""
+        """The cast plan of `cast_before`; None: nothing is cast. The property is lazy, since a fake implementation needs no
+        cast plan, and its sizes may be symbolic."""
         return None if self.casts is None or not any(self.cast_before) else self.casts(self.cast_before, False)
 
     @cached_property
     def after(self) -> CastPlan | None:
-        """The casts of `cast_after`; None: there are none."""
+        """The cast plan of `cast_after`; None: nothing is cast."""
         return None if self.casts is None or not any(self.cast_after) else self.casts(self.cast_after, True)
 
     @cached_property
     def leases(self) -> bool:
-        """Whether an operand is cast into the storage of a gather."""
+        """Whether an operand is cast into the output buffer of a gather."""
         return any(each.leased for each in self.gathers)
 
     def remarks(self, recipe: Recipe) -> list[str]:
-        """Sentences for the log on operands that are cast after the gather although the recipe did not ask for that."""
+        """Return log lines about operands that are gathered in high precision although the recipe does not request this."""
         return [
             f"{self.tensor} {orientation} ({recipe.name}) is gathered in high precision: {why}"
             for orientation, why in zip(("rowwise", "columnwise"), self.reasons, strict=True)
@@ -173,7 +174,11 @@ class Result(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Sum of a result over tp. how: "all", or "scatter" over rows; codec: the format that carries contributions."""
+    """Sum of a result over tp.
+
+    how     "all": each rank gets the sum; "scatter": each rank gets its rows of the sum
+    codec   format in which contributions are sent, a key of `WIRES`
+    """
 
     how: str
     codec: str
@@ -187,16 +192,16 @@ class LinearPlan:
     """Decisions for one spec and one number of tokens.
 
     tokens         rows of x and dx on this rank
-    y_tokens       rows of y and dy on this rank; not `tokens` where x is gathered or y scattered
-    x              the routes of x to fprop: without wgrad, with wgrad
-    kept           the tensor of x that forward saves for wgrad: "values" (x itself), the "rowwise" or the "columnwise" operand
-    x_again        the route of the saved tensor to wgrad
-    dys            the routes of dy, by (to dgrad, to wgrad)
+    y_tokens       rows of y and dy on this rank; differs from `tokens` if x is gathered or y is scattered
+    x              the routes of x to fprop, indexed by whether backward will compute wgrad
+    kept           the form in which forward saves x for wgrad: "values" (x itself), the "rowwise" or the "columnwise" operand
+    x_again        the route of the saved x to wgrad, in backward
+    dys            the routes of dy, by (whether dgrad reads dy, whether wgrad reads dy)
     fprop, dgrad   the reductions of y and dx; None: no reduction
-    own_group      the user named an amax group, which agrees on every scale
-    group          the ranks that agree on scales; None where nothing is executed, as in a prediction
-    spec           the spec of the layer; None where nothing is executed
-    shapes         results of `shard_shape`
+    own_group      whether the user named an amax group, which agrees on every scale
+    group          the ranks that agree on scales; None: one rank, or the plan is not executed (prediction)
+    spec           the spec of the layer; None: the plan is not executed
+    shapes         cache of `shard_shape`
     """
 
     recipe: Recipe
@@ -216,8 +221,8 @@ class LinearPlan:
 
     @cached_property
     def scope(self) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-        """Functions that make context managers, by name. A name in STAGES opens a profiler range; "forward" and "backward"
-        start and finish the transport of the pass."""
+        """Functions that return context managers, by name: for a name in STAGES a profiler range, for "forward" and "backward"
+        the context in which transfers of the pass use the transport (`in_pass`)."""
         spec = self.spec
         assert spec is not None
         ranges = {stage: partial(named_range, f"{spec.name}.{stage}") for stage in STAGES}
@@ -225,7 +230,7 @@ class LinearPlan:
 
     @contextmanager
     def observed(self, tensor: str, gathered: Gathered) -> Iterator[None]:
-        """`scope` of a gather of x or dy whose bytes an observer counts, with the observer's label."""
+        """Context of a gather of x or dy while an observer counts bytes: the profiler range and the observer's label."""
         fmt = gathered.format
         precision = "" if fmt is None or fmt.keeps_source else fmt.name  # "": the dtype that is sent
         with observer.label(purpose=gathered.gemm, precision=precision), self.scope[f"gather_{tensor}"]():
@@ -233,29 +238,30 @@ class LinearPlan:
 
     @cached_property
     def bias_in_gemm(self) -> bool:
-        """Whether the GEMM adds the bias. After a reduction, and in invariant layers, y is rounded first."""
+        """Whether the fprop GEMM adds the bias. If y is reduced, and in invariant layers, the bias is added to the rounded
+        y."""
         return self.fprop is None and not (self.spec is not None and self.spec.invariant)
 
     def sends_codes(self, tensor: str, agreed: ProcessGroup | None, group: ProcessGroup) -> bool:
-        """Whether operands of x or dy that were cast outside of the layer, with scales that the ranks of `agreed` share, can
-        be gathered over `group` unchanged. They can if every gather of the tensor sends codes, and if the scales either need
-        no agreement or were agreed over `group`."""
+        """Whether operands of x or dy that were cast outside of the layer can be gathered over `group` as they are: every
+        gather of the tensor sends codes, and the scales need no agreement or were agreed over `group`. `agreed`: the ranks that
+        share the scales; None: this rank alone."""
         routes = [*self.x, self.x_again] if tensor == "x" else list(self.dys.values())
         if any(any(route.cast_after) for route in routes) or (tensor == "x" and self.kept == "values"):
             return False
         return agreed is group or not any(any(route.before.agreed) for route in routes if route.before is not None)
 
     def shard_shape(self, tensor: str, shape: torch.Size, columnwise: bool) -> tuple[int, int]:
-        """`operand_shape` of values [M/R, features] of this rank, kept in `shapes`."""
+        """Return `operand_shape` of values [M/R, features] of this rank, and store the shape in `shapes`."""
         found = self.shapes[tensor, shape, columnwise] = operand_shape(self.recipe, tensor, shape, columnwise)
         return found
 
     def rows(self, tensor: str) -> int:
-        """Number of rows of x, dy, y or dx on this rank."""
+        """Return the number of rows of x, dy, y or dx on this rank."""
         return self.tokens if tensor in ("x", "dx") else self.y_tokens
 
     def sends(self, route: Route, gathered: Gathered, features: int, dtype: torch.dtype) -> int:
-        """Bytes that this rank contributes to one gather of values [tokens, features] of `dtype`."""
+        """Return the bytes of this rank's shard in one gather of x or dy, whose values are [tokens, features] of `dtype`."""
         shape, fmt = (self.rows(route.tensor), features), gathered.format
         if fmt is None:
             return HP.nbytes(shape, dtype)
@@ -263,23 +269,25 @@ class LinearPlan:
         return fmt.nbytes(shape, dtype, along=gathered.dim)
 
     def contribution(self, gemm: str, features: int, dtype: torch.dtype) -> Result:
-        """Shape and dtype of the contribution of this rank to the sum of y (fprop) or dx (dgrad), unpacked. dtype: of x."""
+        """Return shape and dtype of the contribution of this rank to the sum of y (fprop) or dx (dgrad), before it is packed.
+        `dtype`: dtype of x."""
         rows, unit = (self.tokens, self.recipe.units[1]) if gemm == "fprop" else (self.y_tokens, self.recipe.units[2])
         return Result((rows, features + -features % unit), self.result_dtype(gemm, dtype))
 
     def result_dtype(self, gemm: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of y and dy (fprop), or of dx (dgrad) before dx is rounded to `dtype`, the dtype of x."""
+        """Return the dtype of y and dy (fprop), or of dx (dgrad) before dx is rounded to the dtype of x. `dtype`: dtype of
+        x."""
         options: GemmOptions = getattr(self.recipe, gemm)
         return options.out_dtype or dtype
 
     def y(self, x: Result, out_features: int) -> Result:
-        """Shape and dtype of y for x [..., K]."""
+        """Return shape and dtype of y for x [..., K]."""
         shape = x.shape[:-1] if self.style.gathers is None else (self.y_tokens,)
         return Result((*shape, out_features), self.result_dtype("fprop", x.dtype))
 
     def saved(self, x: Tensor) -> list[Tensor]:
-        """Uninitialised tensors with the shapes, dtypes and strides of the parts of x [..., K] that forward returns for wgrad;
-        empty where x itself is saved."""
+        """Return uninitialised tensors with the shapes, dtypes and strides of the parts of x that forward returns for wgrad.
+        The list is empty if x itself is saved."""
         values = self.tokens, x.shape[-1]
         if self.kept == "values":
             return []
@@ -289,7 +297,8 @@ class LinearPlan:
         return list(fmt.empty(shape, dtype=x.dtype, device=x.device).parts)
 
     def _saved_is_compact(self) -> bool:
-        """Whether one read produces the saved operand together with a leased operand: then both are compact (`Cast.make`)."""
+        """Whether one read produces the saved operand and an operand in the output buffer of a gather: then `Cast.make`
+        allocates the saved operand contiguously (`compact`)."""
         route = self.x[True]
         leased = any(each.leased for each in route.gathers) and not self.recipe.x.rowwise.format.keeps_source
         return (
@@ -301,14 +310,14 @@ class LinearPlan:
 
 
 def y_tokens_of(style: ParallelStyle, tp: int, tokens: int) -> int:
-    """Number of rows of y for this number of rows of x on this rank."""
+    """Return the number of rows of y on this rank for this number of rows of x."""
     if style.gathers == "x":
         return tokens * tp
     return tokens // tp if style.gathers == "dy" else tokens
 
 
 def x_tokens_of(style: ParallelStyle, tp: int, y_tokens: int) -> int:
-    """Number of rows of x for this number of rows of y on this rank."""
+    """Return the number of rows of x on this rank for this number of rows of y."""
     if style.gathers == "x":
         return y_tokens // tp
     return y_tokens * tp if style.gathers == "dy" else y_tokens
@@ -318,10 +327,10 @@ def linear_plan(
     recipe: Recipe, style: ParallelStyle, tp: int, tokens: int | None, *, kept: str = "", own_group: bool = False,
     group: ProcessGroup | None = None, spec: LinearSpec | None = None,
 ) -> LinearPlan:  # fmt: skip
-    """The plan of a layer.
+    """Decide the plan of a layer.
 
-    tokens                    rows of x on this rank; None: not known yet, and the plan assumes whole blocks
-    kept                      "values" if the layer's options request x itself; "": the form that needs the least memory
+    tokens                    rows of x on this rank; None: not known yet, and the plan assumes a multiple of every block
+    kept                      "values" if an option requests to save x itself; "": the form is decided here (`_kept`)
     own_group, group, spec    see `LinearPlan`
     """
     if tokens is None:
@@ -333,7 +342,7 @@ def linear_plan(
         return cast_plan(style, recipe, tensor, orientations, rows, whole=gathered, own_group=own_group, group=group)
 
     def decided(route: Route) -> Route:
-        """The route with casts, formats of gathers and overlap strategies."""
+        """Complete a route by its casts, and its gathers by formats and overlap strategies."""
         quantizers: Operand = getattr(recipe, route.tensor)
         gathers = []
         for each in route.gathers:
@@ -358,11 +367,12 @@ def linear_plan(
 class GradsWanted(NamedTuple):
     """Gradients that a backward computes.
 
-    used     the members whose y has a gradient; a sibling whose y is not used has none
-    dx       whether the gradient of x is wanted, in `dtype`, the dtype of x
-    dw, db   by used member, whether the gradient of the weight and of the bias is wanted
+    used     indices of the members whose y has a gradient; a sibling whose y is not used has none
+    dx       whether the gradient of x is wanted
+    dw, db   for each used member, whether the gradient of the weight and of the bias is wanted
+    dtype    dtype of x and dx
     reads_w  whether the backward reads the weights (`reads_w`)
-    shape    the shape of dx; None: [M, K]
+    shape    shape of dx; None: [M, K]
     """
 
     used: tuple[int, ...]
@@ -374,8 +384,8 @@ class GradsWanted(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def flags(self, count: int) -> list[int]:
-        """The record as integers, which an op can take: 1 if dx is wanted, then for each of `count` members the sum of 1 if the
-        member is used, 2 if dw and 4 if db is wanted."""
+        """Encode the record as integers, which an op can take: 1 if dx is wanted, then for each of `count` members the sum of 1
+        (the member is used), 2 (dw is wanted) and 4 (db is wanted)."""
         flags = [int(self.dx)] + [0] * count
         for i, dw, db in zip(self.used, self.dw, self.db, strict=True):
             flags[1 + i] = 1 + 2 * dw + 4 * db
@@ -383,7 +393,7 @@ class GradsWanted(NamedTuple):
 
     @classmethod
     def of_flags(cls, flags: Sequence[int], dtype: torch.dtype, recipe: Recipe) -> GradsWanted:
-        """The record that has these `flags`, of a layer with this recipe."""
+        """Decode `flags` for a layer with this recipe."""
         used, dx = tuple([i for i, each in enumerate(flags[1:]) if each]), bool(flags[0])
         dw, db = (tuple([bool(flags[1 + i] & bit) for i in used]) for bit in (2, 4))
         return cls(used, dx, dw, db, dtype, reads_w(recipe, dx, any(dw)))
@@ -400,13 +410,13 @@ def reads_w(recipe: Recipe, dx: bool, dw: bool) -> bool:
 
 
 def to_save(x: Tensor, kept: Sequence[Tensor], save: bool) -> list[Tensor]:
-    """Tensors of x that autograd saves after a forward that returned `kept`: the parts of x, or x itself; none where backward
-    does not read x."""
+    """Return the tensors of x that autograd saves: the parts `kept` that forward returned, or x itself if `kept` is empty. The
+    list is empty if `save` is false, because backward does not read x."""
     return list(kept or [x]) if save else []
 
 
 def _whole_blocks(recipe: Recipe) -> int:
-    """A number of tokens per rank that every block of x and dy divides."""
+    """Return a number of tokens per rank that is a multiple of every block of x and dy."""
     formats = [
         quantizer.format for operand in (recipe.x, recipe.dy) for quantizer in (operand.rowwise, operand.columnwise)
     ]
@@ -415,12 +425,12 @@ def _whole_blocks(recipe: Recipe) -> int:
 
 
 def _reduction(how: str | None, codec: str, tp: int) -> Reduction | None:
-    """The reduction over tp; None if this rank has the complete sum."""
+    """Return the reduction over tp; None if this rank already has the complete sum."""
     return Reduction(how, codec) if how is not None and tp > 1 else None
 
 
 def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) -> str | None:
-    """Reason why shards of x or dy are gathered as values, not quantized; None: quantized shards can be gathered.
+    """Return the reason why shards of `name`, "x" or "dy", are gathered in high precision; None: codes can be gathered.
 
     `tokens`: number of tokens of a shard; None: not known yet.
     """
@@ -438,11 +448,11 @@ def obstacle(recipe: Recipe, name: str, columnwise: bool, tokens: int | None) ->
 
 
 def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
-    """Tensors of x that forward saves.
+    """Return the form in which forward saves x for wgrad.
 
     values       wgrad reads x in high precision, or x is gathered in high precision for wgrad
-    rowwise      the payload can be transposed, as a view, or after the gather of x in backward
-    columnwise   else
+    rowwise      the columnwise operand is the transposed rowwise operand, by a view, or after the gather of x in backward
+    columnwise   in all other cases
     """
     derived, gathered = recipe.derives("x", tokens), style.gathers == "x"
     if recipe.x.columnwise.format.keeps_source:
@@ -454,7 +464,7 @@ def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
 
 
 def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
-    """The route of x to fprop. `kept`: the form that is saved for wgrad; "": no wgrad will read x."""
+    """Return the route of x to fprop. `kept`: the form in which x is saved for wgrad; "": no wgrad will read x."""
     columnwise = kept == "columnwise"
     if style.gathers != "x":
         return Route("x", (True, columnwise))
@@ -465,7 +475,7 @@ def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
 
 
 def _x_again(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
-    """The route of the saved x to wgrad."""
+    """Return the route of the saved x to wgrad. `kept`: the form in which x was saved."""
     if style.gathers != "x":
         return Route("x", (False, kept == "values"))
     derived = recipe.derives("x", tokens)
@@ -478,8 +488,8 @@ def _x_again(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Ro
 
 
 def _dy(recipe: Recipe, style: ParallelStyle, tokens: int, row: bool, col: bool) -> Route:
-    """The route of dy to dgrad, if `row`, and to wgrad, if `col`. `tokens`: rows of dy on this rank. One gather serves both
-    GEMMs if the operand of wgrad is the transposed operand of dgrad, or if both are cast after the gather."""
+    """Return the route of dy to dgrad (if `row`) and to wgrad (if `col`). `tokens`: rows of dy on this rank. One gather is
+    enough for both GEMMs if the operand of wgrad is the transposed operand of dgrad, or if both are cast after the gather."""
     if style.gathers != "dy" or not (row or col):
         return Route("dy", (row, col))
     why = obstacle(recipe, "dy", False, tokens), obstacle(recipe, "dy", True, tokens)

@@ -1,7 +1,8 @@
 """Casts of one layer: x, w, dy, y and dx, with the delayed scales, flags and random origins of its model.
 
-`quantize` makes operands while a pass runs. `weight_casts` lists the casts that the step boundary runs for all weights of a
-model together. The cast engine, `dlp.parallel.casts`, knows no layer: what a cast reads of the model is a `CastContext`.
+`quantize` casts operands while a pass runs. `weight_casts` returns the casts of one weight, which the step boundary runs
+together with the casts of all weights of the model. The cast engine, `dlp.parallel.casts`, does not depend on layers: a
+`CastContext` contains the state of the model that a cast reads.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from dlp.quant.tensor import QuantizedTensor
 
 OPERANDS = "operands"  # the attribute of an x or dy that arrives quantized (`dlp.ops.handed.Handed`)
 NOTHING = Operands(None, None)
-LayerInput = Values | Produced  # x or dy: stored, or lazy
-# an operand on this rank, or an operand whose gather has been started
+LayerInput = Values | Produced  # x or dy: a stored tensor, or a lazy matrix
+# an operand on this rank, or an operand whose gather has started
 Rowwise = QuantizedTensor | Gather
 Columnwise = QuantizedTensor | Callable[[], QuantizedTensor]
 
@@ -57,9 +58,9 @@ def quantize(
 ) -> list[Operands]:  # fmt: skip
     """Quantize values [rows, columns] of x, w, dy, y or dx, with one amax agreement for all values.
 
-    members    the members that the values belong to; None: one value for each member with this tensor
-    record     amaxes count for delayed scales
-    whole      x or dy has been gathered, so that this rank has the full tensor
+    members    the members to which the values belong, in this order; None: `LinearSpec.owners` of the tensor
+    record     whether amaxes count for delayed scales
+    whole      whether x or dy has been gathered, so that this rank has the full tensor
     into       storage of `operand_shape` for the operands of a single value; None for an orientation: the cast allocates
     """
     plan = _plan(bound, tensor, orientations, whole, values[0].shape[0])
@@ -71,8 +72,11 @@ def quantize(
 
 
 class Quantized(NamedTuple):
-    """x or dy after its casts. rowwise, columnwise: an operand on this rank, or a gather that has started; None: not
-    requested. own: the operands of the tokens of this rank."""
+    """x or dy after the casts.
+
+    rowwise, columnwise   an operand on this rank, or a gather that has started; None: this orientation was not requested
+    own                   the operands that were cast from the tokens of this rank
+    """
 
     rowwise: Rowwise | None
     columnwise: Columnwise | None
@@ -89,7 +93,8 @@ def quantize_route(
 ) -> list[Quantized]:
     """Quantize x or dy_i [M/R, features] of this rank, with one amax agreement for all, and start the gathers.
 
-    Operands that are gathered are cast straight into the storage of the gather. Values that arrive quantized are not cast.
+    An operand that is gathered is cast directly into the output buffer of the gather. Values that already have operands
+    (`OPERANDS`) are not cast.
     """
     leases, own = list[Lease | None](), [getattr(value, OPERANDS, NOTHING) for value in values]
     if route.before is not None and any([each is NOTHING for each in own]):
@@ -115,8 +120,8 @@ def quantize_route(
 
 
 def _leases(plan: LinearPlan, route: Route, values: Values) -> tuple[list[Lease | None], Wanted]:
-    """The lease of each gather, and the storage for both orientations of values [M/R, features]. A layer with a gather has one
-    value."""
+    """Return the lease (output buffer) of each gather of the route, and the storage into which both orientations of `values`
+    [M/R, features] are cast."""
     leases = [_lease(plan, route, each, values) for each in route.gathers]
     storage: list[QuantizedTensor | None] = [None, None]
     for each, lease in zip(route.gathers, leases, strict=True):
@@ -126,8 +131,8 @@ def _leases(plan: LinearPlan, route: Route, values: Values) -> tuple[list[Lease 
 
 
 def _lease(plan: LinearPlan, route: Route, gathered: Gathered, values: Values) -> Lease | None:
-    """This rank's segment of the storage of a gather, into which values [M/R, features] are cast; None if the operand has
-    separate storage (`Gathered.leased`)."""
+    """Return the output buffer of a gather, whose segment of this rank receives the cast of values [M/R, features]; None if the
+    operand is cast into separate storage (`Gathered.leased`)."""
     if not gathered.leased:
         return None
     assert gathered.format is not None and gathered.overlap is not None and plan.spec is not None
@@ -146,7 +151,7 @@ def start_gather(
     own: QuantizedTensor,
     lease: Lease | None = None,
 ) -> Gather:
-    """Start gathering this rank's operand, which is stored in `lease` if a lease is given."""
+    """Start gathering this rank's operand `own`. If `lease` is given, `own` has been cast into it."""
     group, overlap = bound.spec.group, gathered.overlap
     assert overlap is not None and group is not None
     if bound.session.before_gather is not None:
@@ -158,8 +163,8 @@ def start_gather(
 def _gather_values(
     bound: BoundSpec, plan: LinearPlan, route: Route, gathered: Gathered, values: Tensor, record: bool
 ) -> Callable[[], Operands]:
-    """Start gathering values unquantized. Returns a function that waits for them, casts them when it is first called, and keeps
-    the operands."""
+    """Start gathering values in high precision. Return a function that waits for the values, casts them in the first call, and
+    returns the same operands in each call."""
     casts = route.after
     assert casts is not None
     for remark in route.remarks(plan.recipe):
@@ -174,7 +179,7 @@ def _gather_values(
 
 
 def as_matrix(x: LayerInput) -> Any:
-    """[..., K] -> [M, K]; lazy matrices and operands are matrices already."""
+    """View x [..., K] as a matrix [M, K]. Lazy matrices, and tensors with operands, are matrices already."""
     if isinstance(x, Produced):
         return x.matrix
     if isinstance(x, LazyMatrix) or hasattr(x, OPERANDS) or x.dim() == 2:
@@ -183,8 +188,8 @@ def as_matrix(x: LayerInput) -> Any:
 
 
 def saved_x(bound: BoundSpec, plan: LinearPlan, saved: Sequence[Tensor]) -> Columnwise:
-    """x columnwise, the operand of wgrad, from the parts that forward saved, or from x [..., K] itself. If x is gathered, the
-    gather starts here."""
+    """Return x columnwise, the operand of wgrad, from the parts or the x [..., K] that forward saved. If x is gathered, this
+    function starts the gather."""
     route = plan.x_again
     if plan.kept == "values":
         (quantized,) = quantize_route(bound, plan, route, [as_matrix(saved[0])], bound.spec.members[:1])
@@ -199,14 +204,14 @@ def saved_x(bound: BoundSpec, plan: LinearPlan, saved: Sequence[Tensor]) -> Colu
 
 
 def whole(operand: Columnwise | None) -> QuantizedTensor:
-    """Wait for an operand."""
+    """Wait for an operand that may be in a gather, and return the operand."""
     assert operand is not None, "this orientation was not requested"
     return operand if isinstance(operand, QuantizedTensor) else operand()
 
 
 def outliving(operand: Columnwise | None, group: ProcessGroup | None) -> QuantizedTensor:
-    """Wait for an operand that is read after this pass: copied out of the memory that the transport of the gather over
-    `group` will use for the next gather."""
+    """Wait for an operand that will be read after this pass. A gathered operand is copied, since the transport of `group` uses
+    its memory again for the next gather."""
     arrived = whole(operand)
     if isinstance(operand, QuantizedTensor) or group is None:
         return arrived
@@ -223,7 +228,8 @@ def _transposed(gather: Gather) -> QuantizedTensor:
 
 
 def other_microbatch(tokens: int, expected: int) -> str:
-    """Advice for the message about a token shard of a microbatch of another size."""
+    """Return the part of an error message that applies if the microbatch has `tokens` tokens, and the batch that `dlp.convert`
+    was called with has `expected` tokens."""
     return (
         f"If x is a shard of a microbatch of {tokens} tokens: dlp.convert was called with batch = (B, S) of {expected} "
         f"tokens, and every microbatch must have this number of tokens. Drop a smaller last batch "
@@ -232,8 +238,8 @@ def other_microbatch(tokens: int, expected: int) -> str:
 
 
 def plan_of(bound: BoundSpec, shape: torch.Size) -> LinearPlan:
-    """The plan for x of this shape [..., K]. Raises ValueError if x is not an equal token shard under sequence
-    parallelism."""
+    """Return the plan for x of this shape [..., K], and store it in `bound.plans`. Raises ValueError if sequence parallelism
+    needs another shape or number of tokens."""
     spec, style, tokens = bound.spec, bound.spec.style, prod(shape[:-1])
     unsplit = spec.tokens is not None and tokens * spec.tp != spec.tokens
     if style.cut_x == 0 and (len(shape) != 2 or unsplit):
@@ -261,13 +267,13 @@ def cast_weights(
     bound: BoundSpec, members: Sequence[str], weights: Sequence[Tensor], dtype: torch.dtype, wanted: Orientations,
     record: bool,
 ) -> list[QuantizedTensor]:  # fmt: skip
-    """The operands of the weights in one orientation, cast from `dtype` with one amax agreement for all weights."""
+    """Round the weights to `dtype` and cast them in one orientation, with one amax agreement for all weights."""
     operands = quantize(bound, "w", [rounded(w, dtype) for w in weights], wanted, members=members, record=record)
     return [each.at(columnwise=wanted == COLUMNWISE) for each in operands]
 
 
 def through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, record: bool = True) -> Tensor:
-    """The result y or dx, cast by the recipe's quantizer of y or dx and decoded again."""
+    """Round the result y or dx to the values of a format: cast it by the recipe's quantizer of y or dx, and decode it."""
     quantizers = bound.spec.recipe.of(tensor)
     assert quantizers is not None
     padded = quantizers.rowwise.format.padded(values)
@@ -276,7 +282,7 @@ def through_format(bound: BoundSpec, tensor: str, member: str, values: Tensor, r
 
 
 def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
-    """The result without the rows and columns that padded operands added to it, contiguous."""
+    """Remove the rows and columns that padding of operands added to a result; return a contiguous tensor."""
     if values.shape[1] != columns or (rows is not None and values.shape[0] != rows):
         values = values[:rows, :columns]
     return values.contiguous()
@@ -285,9 +291,9 @@ def trimmed(values: Tensor, columns: int, rows: int | None = None) -> Tensor:
 def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
     """Check an x or dy that arrives quantized (`dlp.ops.handed.Handed`).
 
-    A tensor that this layer cast, or whose operands this layer would produce itself, is returned unchanged. Another tensor is
-    decoded, so that the layer quantizes the values a second time, with a note in the log. Raises ValueError if such a tensor is
-    `strict`, which forbids a second quantization."""
+    If this layer cast the tensor, or would cast it to the same operands, return the tensor unchanged. Otherwise log a line and
+    return the decoded tensor, which the layer quantizes a second time. Raises ValueError if the tensor is `strict`, which
+    forbids a second quantization."""
     spec, record = bound.spec, value.cast_record
     if record.bound is bound:
         return value
@@ -317,7 +323,7 @@ def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
 
 @remembered
 def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool, rows: int) -> CastPlan:
-    """The cast plan of a tensor. `rows`: number of rows of the stored matrices; for x and dy the number of tokens."""
+    """Return the cast plan of a tensor. `rows`: number of rows of the matrices that are cast; for x and dy the tokens."""
     spec = bound.spec
     group = spec.amax_group or spec.group
     return cast_plan(
@@ -329,7 +335,8 @@ def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool
 def cast_context(
     bound: BoundSpec, plan: CastPlan, member: str, shape: torch.Size, device: torch.device, record: bool
 ) -> CastContext:
-    """Flag, slots and origins for the casts of one matrix of this shape; `plan.contexts` keeps the context without slots."""
+    """Return flag, slots and origins for the casts of one matrix of this shape. The context without slots is cached in
+    `plan.contexts`. `record`: whether amaxes count for delayed scales."""
     context = plan.contexts.get((member, shape, device))
     if context is None:
         flag = bound.session.flag(bound.spec.members, plan.tensor, member, device) if plan.quantizes else None
@@ -349,28 +356,28 @@ def cast_context(
 
 
 def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
-    """The casts of `quantize(bound, "w", [weight], BOTH)`, to be run together with the casts of other layers. `value`: the
-    weight, padded to `operand_shape`."""
+    """Return the casts that `quantize(bound, "w", [weight], BOTH)` would run, so that they can run in one batch with casts of
+    other layers. `value`: the weight, padded to `operand_shape`."""
     plan = _plan(bound, "w", BOTH, False, value.shape[0])
     return casts_of(plan, value, cast_context(bound, plan, member, weight.shape, value.device, True), into)
 
 
 @cache
 def _tensor_id(name: str) -> int:
-    """32 bits of a hash: the same for a name on every rank and in every run."""
+    """Return 32 bits of a hash of the name, which are the same on every rank and in every run."""
     return int.from_bytes(sha256(name.encode()).digest()[:4], "little")
 
 
 def _origin(
     bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[int], columnwise: bool
 ) -> Origin:
-    """Origin of this rank's matrix in the unsharded matrix, which tp shards along a dimension and data parallelism along the
-    tokens; `columnwise`: origin in the transposed matrix."""
+    """Return the position of this rank's matrix in the unsharded matrix, which tp shards along one dimension and data
+    parallelism along the tokens. `columnwise`: return the position in the transposed matrix."""
     spec, session, tensor = bound.spec, bound.session, plan.tensor
     cut = None if plan.whole else spec.style.cut(tensor)
 
     def span(dim: int, size: int) -> tuple[int, int]:
-        """First index and size in the unsharded matrix, along a dimension with this local size."""
+        """Return the first index of this rank and the full size of dimension `dim`, whose size on this rank is `size`."""
         index, count = (spec.tp_group.rank(), spec.tp) if cut == dim and spec.tp > 1 else (0, 1)
         if dim == 0 and tensor != "w":
             index, count = index + session.dp[0] * count, count * session.dp[1]
@@ -384,17 +391,17 @@ def _origin(
 
 
 def weights_agree(spec: LinearSpec) -> bool:
-    """Whether scales of this rank's weights may be agreed with other ranks."""
+    """Whether this rank may have to agree with other ranks on scales of weights."""
     return spec.amax_group is not None or (spec.group is not None and spec.recipe.amax_scope == "all")
 
 
 def flatten(operands: Sequence[Operands]) -> list[Tensor]:
-    """The parts of both orientations of each operand, rowwise first."""
+    """Return the parts of all operands as one list: for each tensor the rowwise parts, then the columnwise parts."""
     return [part for both in operands for columnwise in (False, True) for part in both.at(columnwise).parts]
 
 
 def unflatten(quantizers: Operand, parts: Sequence[Tensor], count: int) -> list[Operands]:
-    """The inverse of `flatten` for `count` operands of these quantizers."""
+    """Invert `flatten` for `count` tensors that these quantizers cast."""
     row, col = quantizers.rowwise.format, quantizers.columnwise.format
     size = len(row.parts) + len(col.parts)
     starts = range(0, count * size, size)

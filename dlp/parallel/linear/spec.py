@@ -1,7 +1,7 @@
 """LinearSpec: the definition of a parallel linear without tensors, as a frozen value.
 
-Two specs with equal fields are equal. A change of recipe or overlap replaces the spec of a layer; a forward whose backward has
-not run yet keeps the old spec. Caches of a layer for a spec are in the `BoundSpec` (`dlp.parallel.linear.state`).
+Two specs with equal fields are equal. A change of recipe or overlap replaces the spec of a layer; the backward of an earlier
+forward still uses the old spec. A `BoundSpec` (`dlp.parallel.linear.state`) contains the caches of a layer for one spec.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Overlaps:
 
     @classmethod
     def named(cls, chosen: str | Mapping[str, str]) -> Overlaps:
-        """Strategies from one name, or from names by GEMM; "serial" for a GEMM without a name. Raises ValueError for an
-        unknown name."""
+        """Load the strategies from one name, or from names by GEMM; a GEMM without a name gets "serial". Raises ValueError for
+        an unknown name."""
         names = dict.fromkeys(GEMMS, chosen) if isinstance(chosen, str) else chosen
         return cls(**{gemm: overlaps.load(names.get(gemm, "serial")) for gemm in GEMMS})
 
@@ -47,7 +47,7 @@ def _allowed(style: ParallelStyle) -> None:
 
 
 def _switch(doc: str, note: str, refused: Callable[[ParallelStyle], str | None] = _allowed) -> Any:
-    """Field of `LayerOptions`, None by default.
+    """Return a field of `LayerOptions`, None by default.
 
     doc       description of the option in the settings
     note      note in the plan of a layer with the option
@@ -64,8 +64,9 @@ def _sums_at_the_end(style: ParallelStyle) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """Options of a linear besides style, recipe and overlap. Each is declared here only: layer groups, the rows of a plan and
-    `LinearSpec.options` hold a LayerOptions. None: off by default, so that another layer group may set it."""
+    """Options of a linear besides style, recipe and overlap. Layer groups, the rows of a plan and `LinearSpec` contain a
+    LayerOptions, so that an option is declared only here. True, False: set on or off; None: not set, which is off unless
+    another layer group sets the option."""
 
     delay_wgrad: bool | None = _switch(
         "weight gradients are computed in `dlp.backward_dw(model)` instead of in backward",
@@ -80,17 +81,18 @@ class LayerOptions:
 
     @property
     def keeps(self) -> str:
-        """Tensors of x that forward must save for wgrad (`LinearPlan.kept`); "": the plan decides."""
+        """The form of x that forward must save for wgrad, as in `LinearPlan.kept`; "": the plan decides."""
         return "values" if self.save_original_input else ""
 
     def settled(self, style: ParallelStyle) -> LayerOptions:
-        """The options that apply to a layer of this style, True or False."""
+        """Return the options of a layer of this style, each True or False: options that the style does not support are off."""
         return LayerOptions(**{
             each.name: bool(getattr(self, each.name)) and each.metadata["refused"](style) is None for each in OPTIONS
         })  # fmt: skip
 
     def notes(self, style: ParallelStyle) -> tuple[str, ...]:
-        """Notes of the plan on the options that are on."""
+        """Return a note of the plan for each option that is set: the effect, or the reason why the style does not support
+        it."""
         chosen = [each.metadata for each in OPTIONS if getattr(self, each.name)]
         return tuple(each["refused"](style) or each["note"] for each in chosen)
 
@@ -102,15 +104,18 @@ OPTIONS, OFF = fields(LayerOptions), LayerOptions()
 class LinearSpec:
     """Definition of a parallel linear without tensors.
 
-    name          for messages; members: a name for each weight, under which scales are kept and random bits are drawn
+    name          name of the layer in messages
     style         a row of the style table
-    recipe        how operands are quantized; overlap: the strategy of each GEMM
-    group         the tp group; None: the layer has none
-    amax_group    the group over which every amax is agreed; None: only amaxes that `dlp.parallel.casts.agrees` requires
-    tokens        B*S of a microbatch, which sequence-parallel layers check x against; None: not known
-    variant       appended to the names of delayed scales, for a recipe that overrides the layer's own in an autocast region
-    return_bias   forward returns (y without bias, bias)
-    invariant     GEMMs and sums give equal bits on every mesh (`dlp.parallel.linear.canonical`)
+    recipe        quantizers of the operands and options of the GEMMs
+    overlap       the strategy of each GEMM
+    group         the tp group; None: the layer has no tp group
+    amax_group    the group over which every amax is agreed; None: ranks agree where `dlp.parallel.casts.agrees` requires it
+    tokens        B*S of a microbatch, by which sequence-parallel layers check the shape of x; None: not known
+    members       a name for each weight, by which its delayed scales and random bits are identified
+    variant       suffix of the names of delayed scales under a recipe of an autocast region; "": the recipe of the layer
+    options       further options
+    return_bias   whether forward returns (y without bias, bias)
+    invariant     whether GEMMs and sums are bitwise equal on every mesh (`dlp.parallel.linear.canonical`)
 
     Raises ValueError for a recipe, options or groups that the style does not support.
     """
@@ -138,8 +143,8 @@ class LinearSpec:
         return self
 
     def check_group(self, amax_group: ProcessGroup | None) -> None:
-        """Raise ValueError for an amax group that lacks some of the ranks whose shards are gathered, which must share
-        scales."""
+        """Raise ValueError if shards are gathered over tp ranks, which must share scales, and the amax group lacks some of
+        these ranks."""
         if amax_group is None or self.style.gathers is None:
             return
         shared, tp = (dist.get_process_group_ranks(group) for group in (amax_group, self.tp_group))
@@ -151,8 +156,7 @@ class LinearSpec:
             )
 
     def check_unattached(self) -> None:
-        """Raise ValueError for options that need a step boundary, called for a layer with delayed scales and no
-        attached optimizer."""
+        """Raise ValueError for options that a layer with delayed scales does not support without an attached optimizer."""
         if self.options.save_original_input:
             raise ValueError(
                 f"{self.name}: without an attached optimizer, scales of {self.recipe} differ between forward and "
@@ -183,26 +187,26 @@ class LinearSpec:
         return self.group
 
     def owners(self, tensor: str) -> tuple[str, ...]:
-        """The members that own this tensor."""
+        """Return the members to which `tensor` belongs; see the function `owners`."""
         return owners(self.members, tensor)
 
     def slot_name(self, tensor: str, member: str, columnwise: bool) -> str:
-        """The name of the delayed scale of one tensor."""
+        """Return the name of the delayed scale of one tensor in one orientation."""
         return _slot_name(self.recipe, tensor, member, columnwise) + self.variant
 
     @cached_property
     def slots(self) -> dict[str, tuple[str, SlotOptions]]:
-        """Return (tensor, options) by slot name, for each tensor that this layer casts with a delayed scale."""
+        """(tensor, options) by slot name, for each tensor that this layer casts with a delayed scale."""
         return {f"{name}{self.variant}": found for name, found in delayed_slots(self.recipe, self.members).items()}
 
     @cached_property
     def weight_formats(self) -> tuple[tuple[Format, Format], tuple[int, int]]:
-        """The formats of w, rowwise and columnwise, and how many parts they have."""
+        """The rowwise and the columnwise format of w, and the number of parts of each."""
         formats = self.recipe.w.rowwise.format, self.recipe.w.columnwise.format
         return formats, (len(formats[0].parts), len(formats[1].parts))
 
     def weight_operands(self, parts: Sequence[Tensor], *, columnwise: bool) -> list[QuantizedTensor]:
-        """The operands of the weights in one orientation, from flat parts."""
+        """Wrap the parts of all weights in one orientation, given as one list, as an operand for each weight."""
         formats, sizes = self.weight_formats
         fmt, size = formats[columnwise], sizes[columnwise]
         return [QuantizedTensor(fmt, tuple(parts[i : i + size])) for i in range(0, len(parts), size)]
@@ -214,8 +218,8 @@ class LinearSpec:
 
 
 def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
-    """Raise ValueError for a recipe that this layer cannot run under: shards that are gathered need equal scales.
-    `gathers`: the operand that the style gathers, or None."""
+    """Raise ValueError if ranks would gather shards with different scales: the style gathers the operand `gathers` (None: no
+    operand), and the recipe does not share delayed scales over ranks."""
     delayed = any(caps_of(quantizer).slot is not None for quantizer in recipe.quantizers())
     if gathers is not None and delayed and not recipe.reduce_amax:
         raise ValueError(
@@ -225,7 +229,7 @@ def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
 
 
 def check_extras(layer: str, recipe: Recipe, options: LayerOptions, return_bias: bool) -> None:
-    """Raise ValueError for two choices that exclude each other."""
+    """Raise ValueError for an option that the recipe excludes."""
     if return_bias and recipe.y is not None:
         raise ValueError(
             f"{layer}: {recipe} quantizes y, and return_bias = true returns y before the bias is added; leave "
@@ -244,8 +248,8 @@ def check_extras(layer: str, recipe: Recipe, options: LayerOptions, return_bias:
 
 
 def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequence[int], tp: int) -> None:
-    """Raise ValueError where tp would cut a block of x or w and the recipe trains for codes that the unsharded tensor
-    has (`qat`). `shape`: of the unsharded weight [N, K]."""
+    """Raise ValueError if tp would cut a block of x or w under a recipe of quantization-aware training, which trains for the
+    codes of the unsharded tensor. `shape`: shape of the unsharded weight [N, K]."""
     if tp == 1 or not is_fake(recipe):
         return
     features = ("out_features", "in_features")
@@ -260,12 +264,13 @@ def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequen
 
 
 def owners(members: tuple[str, ...], tensor: str) -> tuple[str, ...]:
-    """The members that own this tensor. Siblings share x and dx, which the first member owns."""
+    """Return the members to which `tensor` belongs: all members, but for x and dx, which siblings share, the first member."""
     return members[:1] if tensor in ("x", "dx") else members
 
 
 def _slot_name(recipe: Recipe, tensor: str, member: str, columnwise: bool) -> str:
-    """The name of the delayed scale of one tensor; both orientations share a scale if the quantizers are equal."""
+    """Return the name of the delayed scale of one tensor in one orientation; both orientations share a name if their quantizers
+    are equal."""
     quantizers = recipe.of(tensor)
     separate = columnwise and quantizers is not None and quantizers.rowwise != quantizers.columnwise
     return f"{member}.{tensor}{'.columnwise' * separate}"
@@ -292,17 +297,17 @@ def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[s
 # Identifiers for torch.compile
 
 _TRACES: dict[tuple[Any, ...], int] = {}
-_SPEC_OF_TRACE: dict[int, LinearSpec] = {}  # one spec of each trace_id; the spec belongs to no model
+_SPEC_OF_TRACE: dict[int, LinearSpec] = {}  # for each trace_id the first spec that had it
 
 
 def spec_of(trace_id: int) -> LinearSpec:
-    """A spec that represents all specs with this trace_id."""
+    """Return a spec that represents all specs with this trace_id."""
     return _SPEC_OF_TRACE[trace_id]
 
 
 def trace_of(spec: LinearSpec) -> int:
-    """Return the trace_id of a spec: a hash of style, recipe, tp, options and the sources of this package. Specs with equal
-    trace_id have results of equal number and shapes.
+    """Return the trace_id of a spec: a hash of style, recipe, tp, options and the sources of this package. Ops of specs with
+    equal trace_id return equally many tensors of equal shapes.
 
     The trace_id is a hash and not a counter, because inductor uses such constants in the keys of the cache on disk: a process
     with other recipes, or with another version of this package, must not find a graph that was compiled for other shapes."""
@@ -316,6 +321,6 @@ def trace_of(spec: LinearSpec) -> int:
 
 @cache
 def _sources() -> bytes:
-    """A hash of the Python sources of this package."""
+    """Return a hash of the Python sources of this package."""
     files = sorted(Path(__file__).parents[2].rglob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).digest()

@@ -2,12 +2,13 @@
 
     StepState      the layers of a model, with the state that their passes share (`dlp.parallel.linear.step`)
     BoundSpec      a spec of one layer, with the StepState and the decisions for calls under the spec
-    LayerState     the weights of a layer, the spec of the layer, and the specs of autocast regions
-    LayerWeights   the weights of a layer: one `Weight` for each member, and the operands that the step boundary cast
+    LayerState     the weights of a layer, the spec of the layer, and the specs of the layer in autocast regions
+    LayerWeights   the weights of a layer: a `Weight` for each member, and the operands that the step boundary cast
 
-    LocalWeight     (weight/local.py)    this rank holds the complete parameter, which is cast at the step boundary, into
-                                         operands that forward and backward only read; without a step boundary, in each pass
-    ManagedWeight   (weight/fsdp2.py)    like LocalWeight, if FSDP manages the parameter on one rank and a layer may see a copy
+    LocalWeight     (weight/local.py)    the complete parameter is on this rank. The step boundary casts it, and forward and
+                                         backward read the operands; without a step boundary, each pass casts it
+    ManagedWeight   (weight/fsdp2.py)    a LocalWeight whose parameter FSDP manages and, on one rank, does not shard; the layer
+                                         may see a copy of the parameter
     HeldWeight      (weight/held.py)     only codes and scales exist, no high-precision parameter
     ShardedWeight   (weight/sharded.py)  FSDP shards the rows. Each rank casts its rows at the step boundary; passes gather
                                          the operands
@@ -15,9 +16,9 @@
 The step boundary casts all weights of a model together (`refresh`): their values are rounded to the dtype of activations
 (`Values`), then observed, agreed on and cast in one `CastBatch`.
 
-The opaque ops take tensors and two identifiers: `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs, and
-`trace_id`, an integer, is `dlp.parallel.linear.spec.trace_of` the spec. torch.compile sees trace_id as a constant and spec_id
-as an input, so that equal blocks share one compiled graph.
+The opaque ops take tensors and two identifiers. `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs.
+`trace_id`, an integer from `dlp.parallel.linear.spec.trace_of`, identifies all specs with results of equal shapes. For
+torch.compile trace_id is a constant and spec_id an input, so that equal blocks share one compiled graph.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ from dlp.quant.tensor import QuantizedTensor
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
 
-# The `BoundSpec` of each spec_id. A session keeps its `BoundSpec`s as long as its model exists, because a backward may
-# need the spec of its forward after the layer has got another spec.
+# The `BoundSpec` of each spec_id. A session keeps all of its `BoundSpec`s alive, because a backward needs the spec of its
+# forward, even if the layer has another spec by then.
 _BOUND: WeakValueDictionary[int, BoundSpec] = WeakValueDictionary()
 _NUMBERS = itertools.count()
 
@@ -59,8 +60,8 @@ _NUMBERS = itertools.count()
 def remembered(
     compute: Callable[Concatenate[BoundSpec, Params], Result],
 ) -> Callable[Concatenate[BoundSpec, Params], Result]:
-    """Cache a method of a bound spec, or a function whose first argument is one, in `BoundSpec.cache`: by its positional
-    arguments, since a spec never changes."""
+    """Cache the results of a function or method whose first argument is a `BoundSpec` in `BoundSpec.cache`, by the further
+    positional arguments. The results stay valid, since a spec never changes."""
 
     @wraps(compute)
     def cached(bound: BoundSpec, *args: Params.args, **none: Params.kwargs) -> Result:
@@ -69,7 +70,7 @@ def remembered(
             result: Result = bound.cache[key]
         except KeyError:
             result = bound.cache[key] = compute(bound, *args, **none)
-        except TypeError:  # a symbolic size has no hash: something traces
+        except TypeError:  # while torch traces, an argument may be a symbolic size, which has no hash
             result = compute(bound, *args, **none)
         return result
 
@@ -78,8 +79,13 @@ def remembered(
 
 @dataclass(frozen=True)
 class Swap:
-    """Layers, by name, that get another recipe after `step` optimizer steps. asked: the recipe's name or table, with which a
-    resumed run can repeat the swap, None for a recipe made in Python; said: the printed recipe."""
+    """A recipe change.
+
+    step     number of optimizer steps after which the recipe changes
+    layers   names of the layers
+    asked    name or table of the new recipe, from which a resumed run repeats the change; None: a recipe object from Python
+    said     the new recipe, as printed
+    """
 
     step: int
     layers: tuple[str, ...]
@@ -88,13 +94,13 @@ class Swap:
 
 
 class StepState(PassState):
-    """The layers that share the state which their passes read.
+    """The layers of a model, and the state that their passes share.
 
     cores   the layers
-    bounds  all specs that layers run or ran under, bound: a backward may still need one
+    bounds  all bound specs that layers run or ran under, since a backward may still need an earlier spec
 
-    A layer that is constructed explicitly has a state of its own, until `convert` or `attach` moves the layer to the state of
-    the model around it, which is a `Session` (`dlp.parallel.model.session`).
+    An explicitly constructed layer has a separate StepState, until `convert` or `attach` moves the layer to the state of its
+    model, which is a `Session` (`dlp.parallel.model.session`).
     """
 
     def __init__(
@@ -111,7 +117,7 @@ class StepState(PassState):
         self.scheduled: list[tuple[Swap, Any]] = []  # (recipe change to come, its recipe)
 
     def check_not_graphed(self, layers: Iterable[LayerState]) -> None:
-        """Raise ValueError for a swap of layers whose recipe a CUDA graph holds."""
+        """Raise ValueError for a recipe change of a layer that is captured in a CUDA graph."""
         held = next((layer.spec for layer in layers if layer.spec.members in self.graphed), None)
         if held is not None:
             raise ValueError(
@@ -124,7 +130,7 @@ class StepState(PassState):
 
     @property
     def sum_group(self) -> ProcessGroup | None:
-        """The group over which partial gradients are summed; None: there are none."""
+        """The group over which partial gradients are summed; None: the model has no partial gradients."""
         return None
 
     def is_moved(self, weights: LayerWeights) -> bool:
@@ -132,10 +138,10 @@ class StepState(PassState):
         return False
 
     def weights_cast(self, weights: Sequence[LayerWeights]) -> None:
-        """Record that the weights of these layers have been cast."""
+        """Called after the weights of these layers have been cast."""
 
     def hook_first(self, model: nn.Module) -> None:
-        """Move the hooks of the model that must run first to the front again, after another hook was inserted there."""
+        """Move the model's hooks that must run first to the front again, after FSDP has inserted another hook there."""
 
     # ---- the layers
 
@@ -171,7 +177,7 @@ class StepState(PassState):
         return new
 
     def share(self, memo: dict[int, Any]) -> None:
-        """Add objects that a copy shares with this state to `memo`."""
+        """Add the objects that a copy of this state shares with it to `memo`, the memo of `copy.deepcopy`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise ValueError for a model with process groups, which cannot be pickled."""
@@ -184,20 +190,23 @@ class StepState(PassState):
         vars(self).update(vars(type(self)()) | state)
 
     def _taken(self) -> dict[str, Any]:
-        """State that a copy of the model keeps: layers and their scales, without attached optimizers and caches."""
+        """Return the attributes that a copy of the model gets: layers and their scales, without attached optimizers and
+        caches."""
         names = ("cores", "steps", "swaps", "scheduled", "noted", "draws", "_scaling")
         return {name: getattr(self, name) for name in (*names, *(["counter"] if "counter" in vars(self) else []))}
 
 
 class BoundSpec:
-    """A spec of one layer of one session.
+    """A spec of one layer, with the session of the layer and caches for calls under the spec.
 
     session      state that the layers of the model share
     weights      `LayerWeights` of the layer
-    changes_dx   dx is changed after dgrad: the recipe clips x, or has a quantizer of dx
-    spec_id      int64 [], identifies the bound spec to the opaque ops; trace_id: see the module
-    cache        results of functions that are `remembered`
-    plans        the plans of calls so far, by shape of x; plans_back: by rows of dy
+    changes_dx   whether dx is changed after dgrad: the recipe clips x, or has a quantizer of dx
+    spec_id      int64 [], identifies the bound spec to the opaque ops
+    trace_id     identifies all specs with results of equal shapes (`dlp.parallel.linear.spec.trace_of`)
+    cache        results of functions with the decorator `remembered`
+    plans        plans of the calls so far, by shape of x
+    plans_back   the same plans, by number of rows of dy
     calls        `BoundCall`s and captured passes (`dlp.parallel.linear.autograd`)
     """
 
@@ -222,7 +231,8 @@ class BoundSpec:
         self.plans_back: dict[int, LinearPlan] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundSpec:
-        """The bound spec of a copied layer, in a copied session. Casts of the copy are not measured (`record_stats`)."""
+        """Return the bound spec of a copied layer, in a copied session. The copy records no cast statistics
+        (`record_stats`)."""
         spec = replace(self.spec, recipe=plain(self.spec.recipe))
         new = memo[id(self)] = BoundSpec(spec, copy.deepcopy(self.session, memo), self.weights)
         new.weights = copy.deepcopy(self.weights, memo)
@@ -244,22 +254,22 @@ class BoundSpec:
 
     @remembered
     def plan(self, tokens: int) -> LinearPlan:
-        """The plan for this number of rows of x on this rank."""
+        """Return the plan for this number of rows of x on this rank."""
         return plan_for(self.spec, tokens)
 
     def plan_back(self, dy_tokens: int) -> LinearPlan:
-        """The plan for this number of rows of dy on this rank."""
+        """Return the plan for this number of rows of dy on this rank, and store the plan in `plans_back`."""
         found = self.plans_back[dy_tokens] = self.plan(x_tokens_of(self.spec.style, self.spec.tp, dy_tokens))
         return found
 
     def kept_memory(self) -> list[Tensor]:
-        """The tensors besides operands that launches of this layer read and write. Their addresses do not change as long as
-        `calls` is not cleared."""
+        """Return the tensors, besides operands, that launches of this layer read and write. Their addresses do not change until
+        `calls` is cleared."""
         return [*self.session.kept_memory(self.spec), *mapped_memory()]
 
 
 def plan_for(spec: LinearSpec, tokens: int) -> LinearPlan:
-    """The plan of a layer with this spec, for this number of rows of x on this rank."""
+    """Return the plan of a layer with this spec, for this number of rows of x on this rank."""
     group = spec.amax_group or spec.group
     return linear_plan(
         spec.recipe, spec.style, spec.tp, tokens, kept=spec.options.keeps, own_group=spec.amax_group is not None,
@@ -268,13 +278,13 @@ def plan_for(spec: LinearSpec, tokens: int) -> LinearPlan:
 
 
 def waits(delay: bool | None, needs_dx: bool) -> bool:
-    """Whether wgrads are delayed until `backward_dw`: if delay_wgrad is on and dx is wanted. Without dx a delay gains nothing,
-    and torch.compile would drop an op without results."""
+    """Whether wgrads are delayed until `backward_dw`: the option delay_wgrad is on, and dx is wanted. Without dx the op would
+    have no results, and torch.compile would remove it; nor would a delay gain anything."""
     return bool(delay) and needs_dx
 
 
 def bound_of(spec_id: Tensor) -> BoundSpec:
-    """The bound spec with this id."""
+    """Return the bound spec with this spec_id."""
     return _BOUND[int(spec_id)]
 
 
@@ -282,11 +292,11 @@ class LayerState:
     """State of one layer: weights and specs.
 
     bound      the `BoundSpec` of the layer outside of autocast regions
-    variants   a `BoundSpec` for each set of arguments of an autocast region
-    members    module and parameter names of each weight
+    variants   the `BoundSpec` of the layer in autocast regions, by the arguments of the region
+    members    a `Member` for each weight: its module and parameter names
     weights    the `LayerWeights` of the layer
-    ran_under  the specs of forwards in autocast regions and checkpoints (`dlp.parallel.linear.active.LayerRuns`)
-    stats      the table for statistics of the casts; None: not measured
+    ran_under  record of forwards in autocast regions and checkpoints (`dlp.parallel.linear.active.LayerRuns`)
+    stats      the table to which casts write statistics; None: no statistics are recorded
     """
 
     ran_under: Any
@@ -303,7 +313,7 @@ class LayerState:
 
     @property
     def spec(self) -> LinearSpec:
-        """The layer's own spec."""
+        """The spec of the layer outside of autocast regions."""
         return self.bound.spec
 
     @property
@@ -317,22 +327,23 @@ class LayerState:
         return device
 
     def bounds(self) -> list[BoundSpec]:
-        """The bound spec of the layer, and the bound specs of autocast regions in which the layer has run."""
+        """Return the bound spec of the layer, and its bound specs in autocast regions in which it has run."""
         return [self.bound, *self.variants.values()]
 
     def specs(self) -> list[LinearSpec]:
         return [bound.spec for bound in self.bounds()]
 
     def with_recipe(self, recipe: Recipe) -> LinearSpec:
-        """The spec that this layer has under another recipe."""
+        """Return the spec that this layer would have under another recipe. Raises ValueError if the weights do not support
+        it."""
         self.weights.check(recipe)
         stats = self.stats
         chosen = recipe if stats is None else measured(recipe, self.spec.members[0], stats)
         return replace(self.spec, recipe=chosen)
 
     def set_spec(self, spec: LinearSpec, session: StepState | None = None) -> None:
-        """Replace the spec of the layer, at a step boundary. `session`: the session that the layer moves to; None:
-        unchanged."""
+        """Replace the spec of the layer, between two steps. `session`: the session to which the layer moves; None: the session
+        stays the same."""
         self.bound = BoundSpec(spec, session or self.session, self.weights)
         self.variants.clear()
         self.weights.drop()
@@ -344,8 +355,11 @@ class LayerState:
 class Use(NamedTuple):
     """A forward or backward that reads a weight.
 
-    value [N, K]: current parameter on this rank; dtype: of x; record: gradients are enabled, so amaxes count for
-    delayed scales."""
+    bound    bound spec of the pass
+    value    [N, K], the parameter as this rank sees it in the pass
+    dtype    dtype of x
+    record   whether gradients are enabled, so that amaxes count for delayed scales
+    """
 
     bound: BoundSpec
     value: Tensor
@@ -354,19 +368,19 @@ class Use(NamedTuple):
 
 
 class Weight:
-    """One w [N, K] of a layer; the base of all kinds of weights.
+    """One weight w [N, K] of a layer; the base class of all kinds of weights.
 
-    owner, index  weights of the layer, and the place among these
-    name          name of the member, under which scales are kept
+    owner, index  the weights of the layer, and the index of this weight among them
+    name          name of the member, which identifies its delayed scales
     stored        parameter that optimizers step on; None if a parametrization replaced it
-    parts         parts of the cast operands; the first `num_rowwise` belong to the rowwise operand. Empty: each pass
-                  casts the weight
-    managed       FSDP manages the weight, and the layer may see a copy of `stored`
-    gathered      FSDP's hooks make the operands before a pass
-    held          only codes exist, and the parameter is a placeholder
-    fresh         the current operands, if any, were cast at a step boundary
-    why, noted    reason why operands are not gathered as the recipe requires, None if they are; and the last logged
-                  reason
+    parts         parts of the cast operands; the first `num_rowwise` belong to the rowwise operand. Empty: the step boundary
+                  has not cast the weight, or FSDP gathers the operands
+    managed       whether FSDP manages the weight, so that the layer may see a copy of `stored`
+    gathered      whether FSDP shards the weight, so that its operands are gathered for each pass
+    held          whether only codes exist, and the parameter is a placeholder
+    fresh         whether the step boundary has cast the current values
+    why           reason why the weight is gathered in high precision although the recipe quantizes it; None: it is not
+    noted         the reason `why` that was logged last; None: nothing was logged
     """
 
     managed = gathered = fresh = held = False
@@ -380,7 +394,7 @@ class Weight:
 
     @property
     def bound(self) -> BoundSpec:
-        """Spec of the layer."""
+        """The bound spec of the layer outside of autocast regions."""
         return self.owner.layer.bound
 
     @property
@@ -396,61 +410,61 @@ class Weight:
         raise NotImplementedError
 
     def rowwise(self, use: Use) -> QuantizedTensor:
-        """w [N, K], operand of fprop."""
+        """Return w [N, K], the operand of fprop."""
         raise NotImplementedError
 
     def columnwise(self, use: Use) -> QuantizedTensor:
-        """w.T [K, N], operand of dgrad."""
+        """Return w.T [K, N], the operand of dgrad."""
         raise NotImplementedError
 
     def casts(self, values: Values) -> list[Cast]:
-        """Casts that the step boundary runs for this weight; empty: none."""
+        """Return the casts that the step boundary runs for this weight. `values`: copies of weights that casts read."""
         raise NotImplementedError
 
     def take(self, operands: Sequence[Wanted]) -> None:
-        """Take the operands that the casts made."""
+        """Store the operands that the casts of `casts` returned."""
         raise NotImplementedError
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
-        """Amaxes that delayed scaling recorded in the casts, on which a group must agree now; None if `ScalingState`
-        agrees on them."""
+        """Return the amaxes that the casts recorded for delayed scaling, and the group that must agree on them now. None:
+        `ScalingState` agrees on them later."""
         raise NotImplementedError
 
     def check(self, recipe: Recipe) -> None:
-        """Raise ValueError for a recipe that the layer cannot run under.
+        """Raise ValueError for a recipe under which the layer cannot run.
 
-        Any recipe can cast values, and weights are gathered in high precision if codes cannot be gathered: only blocks are
-        checked."""
+        This base class checks only blocks (`check_blocks`): any recipe can cast values, and weights whose codes cannot be
+        gathered are gathered in high precision."""
         spec, stored = self.bound.spec, self.stored
         if stored is not None:
             check_blocks(spec.name, recipe, spec.style, stored.shape, spec.tp)
 
     def serves(self, spec: LinearSpec) -> bool:
-        """Whether `parts` are also the operands under a spec other than the layer's own. Raises ValueError as in
-        `check`."""
+        """Whether passes under `spec`, the spec of an autocast region, can also read `parts`. Raises ValueError as `check`."""
         return False
 
     def drop(self, *, retyped: bool = False) -> None:
-        """Forget operands, since the recipe or, without a step, the values changed; `retyped`: the dtype of x changed."""
+        """Discard the operands, since the recipe changed, or the values changed outside of an optimizer step; `retyped`: since
+        the dtype of x changed."""
         raise NotImplementedError
 
     def shown(self, *, written: bool) -> AbstractContextManager[None]:
-        """Context in which the parameter holds its values; `written`: they may be overwritten."""
+        """Return a context in which the parameter contains its values; `written`: the caller may overwrite the values."""
         return nullcontext()
 
     def check_in_place(self, parameter: Any) -> None:
-        """Raise ValueError for a parameter of the module that the layer would not compute with; layers compute with any
-        parameter that has values."""
+        """Raise ValueError if the layer would ignore the values of the module's `parameter`. This base class accepts any
+        parameter, since the layer reads its values."""
 
 
 class LayerWeights:
     """The weights of one layer, in the order of members.
 
-    caches       the step boundary casts weights that FSDP does not shard; False: each pass casts them
-    dtype        dtype of x in the last run: values are rounded to it before casts
-    parts        cast operands of all weights; None if at least one weight has none
-    held         at least one weight is quantized-only
-    main_grads   destination of each member's wgrads, None: autograd; empty: autograd for all members
+    caches       whether the step boundary casts weights that FSDP does not shard; False: each pass casts them
+    dtype        dtype of x in the last run, to which values are rounded before casts; None: the layer has not run
+    parts        cast operands of all weights; None if at least one weight has no operands
+    held         whether at least one weight is quantized-only
+    main_grads   for each member the destination of its wgrads; None: autograd. Empty: autograd for all members
     """
 
     def __init__(self, layer: LayerState) -> None:
@@ -462,7 +476,7 @@ class LayerWeights:
         self.held = self._gathered = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """State of a copied layer, which casts its weights in each pass until it is attached to its own optimizer."""
+        """Return the state of a copied layer, which casts its weights in each pass until `attach` is called for the copy."""
         return vars(self) | {"caches": False, "dtype": None, "parts": None, "main_grads": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -473,14 +487,14 @@ class LayerWeights:
         return iter(self.members)
 
     def set(self, members: Sequence[Weight]) -> None:
-        """Replace the members, whose storage has changed."""
+        """Set the `Weight` of each member, and update what depends on them."""
         self.members = list(members)
         self._gathered = any(weight.gathered for weight in members)
         self.held = any(weight.held for weight in members)
         self.collect()
 
     def collect(self) -> None:
-        """Renew `parts` after a member's operands may have changed."""
+        """Update `parts`, after operands of a member may have been replaced."""
         parts = [part for weight in self.members for part in weight.parts]
         if self.parts is None or list(map(id, parts)) != list(map(id, self.parts.parts)):
             complete, rowwise = all(weight.parts for weight in self.members), self.members[0].num_rowwise
@@ -488,14 +502,15 @@ class LayerWeights:
             self.parts = WeightParts(lambda: self.layer.spec, parts, sizes) if complete else None
 
     def operands_for(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
-        """Operands from the step boundary, if they fit a pass under this spec with x of `dtype`; None: use `read`."""
+        """Return the operands from the step boundary, if a pass under this spec with x of `dtype` can read them; None: call
+        `read`."""
         if bound is not self.layer.bound:
             return self.parts if all([weight.serves(bound.spec) for weight in self.members]) else None
         if self.dtype != dtype:  # the next step boundary casts for the new dtype
             self.dtype = dtype
             for weight in self.members:
                 weight.drop(retyped=True)
-            # not via `collect`, whose tensor ids torch.compile would guard on
+            # without `collect`, since torch.compile would guard on the tensor ids that it compares
             if not all(weight.parts for weight in self.members):
                 self.parts = None
         return self.parts
@@ -504,16 +519,21 @@ class LayerWeights:
         self, bound: BoundSpec, used: Sequence[int], values: Sequence[Tensor], dtype: torch.dtype, *, columnwise: bool,
         record: bool,
     ) -> list[QuantizedTensor]:  # fmt: skip
-        """Operands of the `used` weights in one orientation, if FSDP gathers operands for the pass; empty if the pass casts
-        the weights, with one agreement for all."""
+        """Return the operands of the `used` weights in one orientation, if FSDP gathers a weight of the layer. The list is
+        empty if the pass must cast the weights, with one amax agreement for all.
+
+        values   the parameters of the used weights, as this rank sees them
+        dtype    dtype of x
+        record   whether amaxes count for delayed scales
+        """
         if not self._gathered:
             return []
         uses = [(self.members[i], Use(bound, value, dtype, record)) for i, value in zip(used, values, strict=True)]
         return [weight.columnwise(use) if columnwise else weight.rowwise(use) for weight, use in uses]
 
     def targets(self, used: Sequence[int], values: Sequence[Tensor]) -> list[Target | None]:
-        """Destinations of the wgrads of the `used` members in the running backward, None for autograd; empty if all go
-        to autograd.
+        """Return the destination of the wgrad of each `used` member in the running backward; None: autograd. The list is empty
+        if autograd gets all wgrads.
 
         `values`: the weights that forward read."""
         main_grads = [self.main_grads[i] for i in used]
@@ -521,32 +541,32 @@ class LayerWeights:
         return targets if any(targets) else []
 
     def written(self, index: int) -> Tensor | None:
-        """The gradient for autograd after wgrad wrote dw of a member to a target."""
+        """Return the gradient that autograd gets for a member whose dw was written to a target; None: no gradient."""
         main_grad = self.main_grads[index]
         assert main_grad is not None, "a target belongs to a main gradient"
         return main_grad.written()
 
     def stored(self) -> list[Tensor]:
-        """Parameters that optimizers step on, without parameters that a parametrization replaced."""
+        """Return the parameters that optimizers step on, without parameters that a parametrization replaced."""
         return [stored for weight in self.members if (stored := weight.stored) is not None]
 
     def in_use(self) -> bool:
-        """Whether passes compute with operands from a step boundary."""
+        """Whether passes read operands that a step boundary cast."""
         return self.parts is not None or all(weight.gathered and weight.fresh for weight in self.members)
 
     def check(self, recipe: Recipe) -> None:
-        """Raise ValueError for a recipe that the layer cannot run under."""
+        """Raise ValueError for a recipe under which the layer cannot run."""
         for weight in self.members:
             weight.check(recipe)
 
     def check_in_place(self, parameters: Sequence[Any]) -> None:
-        """Raise ValueError if a module holds a tensor that the layer would not compute with. `parameters`: parameters of the
-        modules, in the order of members."""
+        """Raise ValueError if the layer would ignore the values of a module's parameter. `parameters`: the current parameters
+        of the modules, in the order of members."""
         for weight, parameter in zip(self.members, parameters, strict=False):
             weight.check_in_place(parameter)
 
     def drop(self) -> None:
-        """Forget all operands, see `Weight.drop`."""
+        """Discard all operands, see `Weight.drop`."""
         for weight in self.members:
             weight.drop()
         self.collect()
@@ -554,7 +574,7 @@ class LayerWeights:
 
     @contextmanager
     def shown(self, *, written: bool = False) -> Iterator[None]:
-        """Context in which parameters hold their values; `written`: they may be overwritten."""
+        """Return a context in which parameters contain their values; `written`: the caller may overwrite the values."""
         with ExitStack() as stack:
             for weight in self.members:
                 stack.enter_context(weight.shown(written=written))
@@ -565,7 +585,7 @@ class LayerWeights:
 
 
 def cores(model: nn.Module) -> Iterator[Any]:
-    """Every core (`dlp.parallel.linear.modules`) of a model, each once."""
+    """Yield each core (`dlp.parallel.linear.modules.LinearCore`) of a model once."""
     seen = set()
     for module in model.modules():
         core = getattr(module, "core", None)
@@ -575,7 +595,7 @@ def cores(model: nn.Module) -> Iterator[Any]:
 
 
 def weights_in(model: nn.Module) -> Iterator[LayerWeights]:
-    """Weights of all layers of a model, each once."""
+    """Yield the `LayerWeights` of each layer of a model once."""
     found = (getattr(getattr(module, "core", None), "weights", None) for module in model.modules())
     yield from dict.fromkeys(weights for weights in found if isinstance(weights, LayerWeights))
 
@@ -595,7 +615,7 @@ def note_reasons(weights: Sequence[Weight]) -> None:
 @torch.inference_mode(False)  # later boundaries write into the operands that this boundary allocates
 @torch.no_grad()
 def refresh(session: StepState, weights: Sequence[Weight]) -> None:
-    """Cast these weights of a model in one batch. All ranks call it together."""
+    """Cast these weights of a model in one batch. All ranks call this function together."""
     batch = session.weight_batch
     wanted = [(weight, casts) for weight in weights if (casts := weight.casts(batch.values))]
     batch.values.renew()

@@ -34,7 +34,7 @@ from dlp.quant.stats import StatsTable
 LOG = logging.getLogger("dlp")
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 FORWARD = ("w", "x", "y")  # tensors that forward casts, in the order of a layer's flags
-BACKWARD = ("dx", "dy")  # tensors that backward casts, from the last layer to the first
+BACKWARD = ("dx", "dy")  # tensors that backward casts
 
 
 class CastName(NamedTuple):
@@ -195,11 +195,13 @@ class PassState:
         self.graphing = False  # inside `dlp.graphing`
         self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
         self._task: int | None = None  # id of the backward at whose end the scales of dy will be updated
-        self.before_gather: Callable[..., None] | None = None  # called before a gather, with the arguments of `check_gathered`
+        self.before_gather: Callable[..., None] | None = (
+            None  # called before a gather, with the arguments of `check_gathered`
+        )
         # Raises RuntimeError in a backward of a layer whose partial gradients would not be summed.
         self.check_gradients: Callable[[], None] | None = None
 
-    # ---- the layers, of which `StepState` has a list
+    # ---- the layers: overridden by `StepState`
 
     @property
     def device(self) -> torch.device:
@@ -222,7 +224,7 @@ class PassState:
     # ---- called by passes
 
     def begin_forward(self, spec: LinearSpec, record: bool) -> None:
-        """Begin a forward of a layer; `record`: gradients are enabled."""
+        """Begin a forward of a layer. `record`: whether gradients are enabled."""
         self.last, self.last_pass = spec, "forward"
         if self.graphing or capturing():
             self.graphed.add(spec.members)
@@ -312,8 +314,8 @@ class PassState:
     # ---- microbatches
 
     def advance(self) -> None:
-        """Begin a microbatch; not in a backward, which recomputes a forward. The counter is copied only if a backward of the
-        last microbatch is pending, since only then does anything else refer to the `Draw` of that microbatch."""
+        """Begin a microbatch. In a backward do nothing, since the forward is a recomputation. The counter is copied only if a
+        backward of the last microbatch is pending, since only then another object refers to the `Draw` of that microbatch."""
         if in_backward():
             return
         last = weakref.ref(self.now.draw)
@@ -366,8 +368,8 @@ class PassState:
         """Agree on staged amaxes and update the scales. All ranks of the amax group must call this method, whichever layers
         they ran.
 
-        forward   None: all slots; True, False: slots of casts in forward, in backward
-        group     the amax group of an autocast region; None: the group of the session
+        forward   True: slots of casts in forward; False: slots of casts in backward; None: all slots
+        group     the amax group of an autocast region; None: the amax group of the model
         """
         shared = group or self.amax_group
         self.scales = None

@@ -36,7 +36,9 @@ from dlp.quant.tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class Calibrate(KeepHighPrecision):
-    """Quantizer that keeps values in high precision, and records their amax for the delayed scale of this slot."""
+    """Quantizer that keeps values in high precision and records their amax, from which a delayed scale will be computed.
+
+    `slot`: options of the delayed scale; None: no amax is recorded."""
 
     slot: SlotOptions | None = None
 
@@ -54,8 +56,8 @@ class Calibrate(KeepHighPrecision):
 
 
 def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
-    """Return the recipe with all operands in high precision. `calibrating`: amaxes are still recorded for delayed
-    scales."""
+    """Return the recipe with all operands in high precision. If `calibrating`, operands with delayed scales still record their
+    amaxes."""
 
     def keep(quantizer: Quantizer) -> Quantizer:
         options = caps_of(quantizer).slot if calibrating else None
@@ -78,7 +80,7 @@ def quantizes_nothing(recipe: Recipe) -> bool:
 
 
 class RecipeRegion(Region):
-    """The region of one `with` block."""
+    """Region of one `with dlp.autocast(...)` block. Layers ask the region for the spec of each forward."""
 
     def spec_for(self, core: LayerState) -> BoundSpec:
         """Return the layer's own spec, or the variant of this spec that the region requires."""
@@ -123,10 +125,10 @@ def autocast(
     calibrating: bool = False,
     amax_reduction_group: ProcessGroup | None = None,
 ) -> Iterator[None]:
-    """Run the linears of a region under another recipe. A context manager.
+    """Run the linears inside a `with` block under another recipe. A context manager.
 
     Args:
-        enabled: False runs the region in high precision.
+        enabled: False runs the linears of the block in high precision.
         recipe: name of a recipe, a `Recipe` or a `CustomRecipe`; None: the recipe of each layer.
         calibrating: with enabled=False, record the amaxes that delayed scaling needs.
         amax_reduction_group: ranks that share scales; the group must contain the tp group of sequence-parallel layers.

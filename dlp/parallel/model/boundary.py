@@ -1,19 +1,19 @@
-"""The step boundary: the place where cast weights, delayed scales and scheduled recipes change.
+"""The step boundary: after each optimizer step, update delayed scales, apply scheduled recipe changes and cast weights.
 
     before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and replicas of
                     parameters are equal
-    step            with a closure: cast the weights before each evaluation, and repeat the checks after it
+    step            if there is a closure: cast the weights before each evaluation of the closure, and repeat the checks after
     after a step    bump the version counters of parameters, so that a backward that still needs old values raises; then run the
                     boundary in this order:
-      flags           the flags of non-finite values are copied, and read one step later
-      statistics      the statistics of casts of this step are complete
-      scales          one all-reduce of the amaxes of all microbatches, then an update of all delayed scales
-      recipe changes  all changes that are due; before the casts, so that no weight is cast for its old recipe
-      casts           all weights in one batch, with one amax agreement: full weights in both orientations into persistent
-                      operands, FSDP weights as this rank's shards
+      flags           copy the flags of non-finite values, which are read one step later
+      statistics      close the statistics of the casts of this step
+      scales          all-reduce the amaxes of all microbatches once, then update all delayed scales
+      recipe changes  apply all changes that are due; before the casts, so that no weight is cast for its old recipe
+      casts           cast all weights in one batch, with one all-reduce of amaxes: full weights in both orientations into
+                      persistent operands, FSDP weights as this rank's shards
 
 `attach` installs the boundary as a post-hook of the optimizer's step; `end_step` runs the boundary directly. Without a boundary
-nothing is kept between calls, and weights are cast where they are used.
+nothing is kept between calls, and each forward and backward casts the weights that it uses.
 
 **Recipe changes**: `set_recipe` changes the recipes of chosen layers, at once or on a schedule. Only these layers get a new
 spec, which the next forward uses; a forward whose backward has not run yet keeps the old spec. Delayed scales of the old recipe
@@ -199,19 +199,19 @@ def _cache_weights(session: Session, records: Mapping[LinearCore, Sequence[Manag
 
 
 def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch) -> None:
-    """Run the step boundary after an optimizer step. `watch` first copies the flags of this step, and after the boundary
-    reads the flags of the previous step."""
+    """Run the step boundary after an optimizer step. `watch` copies the flags of this step before the boundary, and reads the
+    flags of the previous step after the boundary."""
     watch.close()
     end_step(model)
     watch.look(session.steps)
 
 
 class AttachedOptimizer:
-    """The step hooks of one optimizer.
+    """Step hooks of one attached optimizer.
 
-    fsdp     FSDP2's records of the model's parameters
-    recast   casts the model's current weights
-    end      runs the step boundary
+    fsdp     FSDP2's records of the parameters of the model
+    recast   function that casts the current weights of the model
+    end      function that runs the step boundary
     """
 
     def __init__(
@@ -249,6 +249,7 @@ class AttachedOptimizer:
         return evaluate
 
     def _check(self) -> None:
+        """Run the checks before an update of the parameters; see the module docstring."""
         if looks(self._session.steps):
             self._session.stale.check_values()
         check_none_waits(self._session)
@@ -267,7 +268,7 @@ class AttachedOptimizer:
 
 
 def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
-    """FSDP2's records of the weights of each layer; None for a weight that FSDP2 does not manage."""
+    """Return FSDP2's record of each weight of each layer; None for a weight that FSDP2 does not manage."""
     found = {(id(module), name): record for module, name, record in managed(model)}
     return {core: [found.get((id(m.module), m.weight)) for m in core.members] for core in cores(model)}
 
@@ -275,8 +276,8 @@ def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
 def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
     """Raise ValueError for a layer in `model` that another step boundary would cast.
 
-    This is a layer outside of the converted module `root`, in another converted model, or sharded by a `fully_shard` of a
-    module around `model`. root None: all layers were constructed explicitly."""
+    Such a layer is outside of the converted module `root`, in another converted model, or sharded by a `fully_shard` of a
+    module around `model`. `root` is None if all layers were constructed explicitly."""
     inside = set(cores(root or model))
     for core, records in _records(model).items():
         name = core.spec.members[0]
@@ -340,7 +341,7 @@ def _check_not_stale(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _adopt_layers(model: nn.Module, mesh: DeviceMesh | None, seed: int) -> Session:
-    """Give layers that were constructed explicitly one session, and their names in the model."""
+    """Give explicitly constructed layers a common session and their names in the model. Returns the session."""
     world = dist.group.WORLD if dist.is_initialized() else None
     dims = None if mesh is None else ParallelDims.from_mesh(mesh)
     check_context(model, 1 if dims is None else dims.cp)
@@ -412,19 +413,19 @@ def schedule(model: nn.Module, layers: Sequence[str], at_step: int, recipe: Any)
 
 
 def make_due_swaps(model: nn.Module, session: StepState) -> None:
-    """Make the scheduled recipe changes whose step is reached."""
+    """Apply the scheduled recipe changes whose step is reached."""
     for swap, resolved in [entry for entry in session.scheduled if entry[0].step <= session.steps]:
         session.scheduled.remove((swap, resolved))
         _apply(model, swap, resolved)
 
 
 def layer_modules(model: nn.Module) -> dict[str, ParallelLinear]:
-    """Layers of a model by name."""
+    """Return the layers of a model by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
 
 
 def _by_own_name(model: nn.Module) -> dict[str, ParallelLinear]:
-    """Layers of a model by names in the converted model, which may be a part of this model or contain this model."""
+    """Return the layers of a model by their names in the converted model, which may contain this model or be a part of it."""
     root = converted_root(model)
     inside = {} if root is None else {id(module): name for name, module in layer_modules(root).items()}
     return {
@@ -434,22 +435,24 @@ def _by_own_name(model: nn.Module) -> dict[str, ParallelLinear]:
 
 
 def match_layers(model: nn.Module, pattern: str, asked_by: str) -> list[str]:
-    """Layers that a pattern matches. Raises ValueError, with the nearest names, if no layer matches."""
+    """Return the layers that a pattern matches. Raises ValueError with similar names if no layer matches.
+
+    `asked_by`: name of the caller, for the message."""
     names = list(layer_modules(model))
     lengths = container_lengths(model.named_modules())
     return must_match(names, lengths, pattern, getattr(model, "base_model_prefix", ""), asked_by=asked_by)
 
 
 def recipes_of(model: nn.Module) -> dict[str, str]:
-    """The recipe of each layer, as a string."""
+    """Return the recipe of each layer, as a string."""
     return {name: str(module.core.spec.recipe) for name, module in layer_modules(model).items()}
 
 
 def repeat(model: nn.Module, session: StepState, swaps: Sequence[Swap]) -> list[str]:
     """Repeat the recipe changes of a checkpoint on a model that has the recipes of its configuration.
 
-    Returns lines for the log: scheduled changes whose step is over and that were not made. Raises ValueError for a change to a
-    recipe made in Python, which cannot be repeated, unless the layers have that recipe already."""
+    Returns lines for the log about scheduled changes that the checkpoint passed without applying them. Raises ValueError for a
+    change to a recipe that was constructed in Python, which cannot be repeated, unless the layers already have this recipe."""
     for swap in swaps:
         if swap.asked is not None:
             _apply(model, swap, recipes.as_recipe(swap.asked))
@@ -459,7 +462,7 @@ def repeat(model: nn.Module, session: StepState, swaps: Sequence[Swap]) -> list[
         others = [layer for layer in swap.layers if layer not in later and now.get(layer) != swap.said]
         if swap.asked is None and others:
             raise ValueError(
-                f"{others[0]} was set to {swap.said} at step {swap.step}, a recipe made in Python, which a checkpoint "
+                f"{others[0]} was set to {swap.said} at step {swap.step}, a recipe constructed in Python, which a checkpoint "
                 f"cannot hold; set it with dlp.set_recipe before loading"
             )
     session.swaps = list(swaps)
@@ -478,7 +481,7 @@ def _session(model: nn.Module, layers: Sequence[str]) -> StepState:
 
 
 def _new_specs(model: nn.Module, layers: Sequence[str], resolved: Any) -> list[tuple[LinearCore, LinearSpec]]:
-    """The cores of these layers, each with the spec that results from the recipe `resolved`."""
+    """Return the cores of these layers, each with its new spec under the recipe `resolved`."""
     modules = _by_own_name(model)
     found = list(dict.fromkeys(modules[name].core for name in layers))
     for core in found:
@@ -488,6 +491,7 @@ def _new_specs(model: nn.Module, layers: Sequence[str], resolved: Any) -> list[t
 
 
 def _one_recipe(members: Sequence[str], resolved: Any) -> Recipe:
+    """Return the recipe of siblings. Raises ValueError if a `CustomRecipe` differs among the siblings."""
     first, *others = [resolved.for_layer(member) for member in members]
     if any(other != first for other in others):
         raise ValueError(f"{', '.join(members)} are siblings and run as one layer, but {resolved} differs for them")
@@ -508,6 +512,7 @@ def check_siblings(core: LinearCore, modules: Mapping[str, ParallelLinear], chos
 
 
 def _apply(model: nn.Module, swap: Swap, resolved: Any) -> Swap:
+    """Apply a recipe change now, and record the change in the session."""
     specs, session = _new_specs(model, swap.layers, resolved), _session(model, swap.layers)
     session.check_not_graphed(core for core, _ in specs)
     for core, spec in specs:
@@ -527,7 +532,7 @@ def record_stats(model: nn.Module, *patterns: str) -> list[str]:
     """Measure the casts of matching layers from now on, and of no other layer.
 
     Siblings are measured together under the name of the first. Casts of forwards without gradients do not count, unless no
-    layer learns. All ranks call `record_stats` at a step boundary.
+    weight requires a gradient. All ranks call `record_stats` at a step boundary.
 
     Args:
         model: converted model.

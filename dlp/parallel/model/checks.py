@@ -1,21 +1,22 @@
 """Checks for errors that would otherwise stay silent. Each check raises an error that names the tensor.
 
-    compare, check_gathered   numbers that ranks share are equal on all ranks: scales, parts that a gather does not send
-    StaleWeights              weights that changed without a step of an attached optimizer, so that their casts are out
-                              of date
-    NonFiniteWatch            tensors that were not finite when they were cast
-    (`dlp.parallel.model.replicas` checks replicas of parameters)
+    compare, check_gathered   find scales that should be equal on all ranks, and are not
+    StaleWeights              finds weights that changed without a step of an attached optimizer, so that their casts are old
+    NonFiniteWatch            finds tensors that were not finite when they were cast
+
+`dlp.parallel.model.replicas` checks replicas of parameters.
 
 Checks over ranks are collective: all ranks of the group call them together. Checks that wait for the device run in the first
 ten steps, and then in every hundredth (`looks`).
 
 **Stale weights** are found in two ways. The user must call `end_step` after a change that neither way finds.
 
-    marks     in-place operations (torch's version counters), steps of other optimizers, replaced parameters and memory, before
-              each forward of the model. The casts are dropped, and weights are cast where they are used until the next boundary
-    samples   writes without a version counter, for example into `.data` or into the local tensor of a detached DTensor:
-              some values of each weight are compared before forwards without gradients and, in steps of `looks`, before
-              the optimizer step
+    marks     find in-place operations (by torch's version counters), steps of other optimizers, and replaced parameters or
+              memory. They are compared before each forward of the model. The casts of a changed weight are dropped; until the
+              next boundary each forward and backward casts the weight
+    samples   find writes that no version counter counts, for example into `.data` or into the local tensor of a detached
+              DTensor. Some values of each weight are compared before forwards without gradients and, in steps of `looks`,
+              before the optimizer step. A difference raises RuntimeError
 
 **Non-finite values.** `NonFiniteWatch` reads the flags of a step (`dlp.parallel.linear.step`) one step later
 (`dlp.attach(on_nonfinite=...)`).
@@ -43,7 +44,7 @@ from dlp.quant.tensor import SHARED, QuantizedTensor
 LOG = logging.getLogger("dlp")
 ACTIONS = ("raise", "warn", "ignore")
 WEIGHT_SAMPLE = 64  # sampled values per weight
-ALWAYS, THEN = 10, 100
+ALWAYS, THEN = 10, 100  # checks run in steps below ALWAYS, and then in each multiple of THEN
 Named = dict[str, Tensor]
 Mark = tuple[int, int, int, int]
 
@@ -58,7 +59,7 @@ def looks(step: int) -> bool:
 
 
 def compare(scales: Named, group: ProcessGroup) -> None:
-    """Raise RuntimeError on all ranks of `group` unless all ranks hold these numbers with equal bits."""
+    """Raise RuntimeError on all ranks of `group` unless these numbers have equal bits on all ranks."""
     if group.size() == 1 or not scales:
         return
     bits = torch.cat([tensor.detach().reshape(-1).float() for tensor in scales.values()]).view(torch.int32)
@@ -74,13 +75,13 @@ def compare(scales: Named, group: ProcessGroup) -> None:
 
 
 def check_gathered(layer: str, gemm: str, mine: QuantizedTensor, dim: int, group: ProcessGroup) -> None:
-    """Apply `compare` to the parts of a GEMM's operand that a gather along `dim` does not send, since they should be
-    equal on all ranks."""
+    """Compare over `group` the parts of a GEMM operand that a gather along `dim` does not send. Raises RuntimeError as
+    `compare` does."""
     compare({f"{layer} {gemm} {name}": tensor for name, tensor in not_sent(mine, dim).items()}, group)
 
 
 def not_sent(mine: QuantizedTensor, dim: int) -> Named:
-    """Parts that a gather along `dim` does not send, since all ranks have them."""
+    """Return the parts that a gather along `dim` does not send, since all ranks hold equal copies, by name."""
     parts: Sequence[Tensor] = mine.parts
     return {
         part.name: tensor
@@ -93,7 +94,7 @@ def not_sent(mine: QuantizedTensor, dim: int) -> Named:
 
 
 def _mark(parameter: Any) -> Mark:
-    """Numbers that change if a parameter is replaced, or if a counted operation of torch writes to the parameter."""
+    """Return numbers that change if a parameter is replaced, or if an in-place operation of torch changes the parameter."""
     tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return id(parameter), parameter._version, tensor._version, tensor.data_ptr()
 
@@ -104,10 +105,10 @@ class StaleWeights:
     def __init__(self) -> None:
         self._marks: dict[LayerWeights, list[Mark]] = {}
         self._views: dict[LayerWeights, list[Tensor]] = {}
-        self._seen: list[Tensor] = []
-        self._whole: list[Weight] = []  # layers whose parameters are used without a cast
-        self._managed = False  # whether there are other layers
-        self._whole_marks: list[Mark | None] = []
+        self._seen: list[Tensor] = []  # samples at the last cast, one tensor for each dtype
+        self._whole: list[Weight] = []  # weights that FSDP does not manage
+        self._managed = False  # whether FSDP manages other weights
+        self._whole_marks: list[Mark | None] = []  # marks of `_whole` at the last cast
 
     @torch.no_grad()
     def cast(self, layers: Sequence[LayerWeights]) -> None:
@@ -131,6 +132,7 @@ class StaleWeights:
             self._seen = seen
 
     def _now(self) -> list[Mark | None]:
+        """Return the current marks of `_whole`."""
         return [None if (stored := weight.stored) is None else _mark(stored) for weight in self._whole]
 
     def moved(self, weights: LayerWeights) -> bool:
@@ -176,11 +178,9 @@ class StaleWeights:
         return found
 
     def count_step(self, optimizer: Optimizer, layers: Sequence[LayerWeights]) -> bool:
-        """Record a step of an optimizer that is not attached. Returns whether the optimizer holds weights of these
-        layers.
+        """Mark the weights that an optimizer without `attach` holds as changed, and return whether there are any in `layers`.
 
-        These weights then count as changed, since fused optimizers, and optimizers that step on DTensors, do not bump
-        version counters."""
+        The mark is needed since fused optimizers, and optimizers of DTensors, do not increment version counters."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         changed = [p for weights in layers for p in weights.stored() if id(p) in held]
         torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
@@ -192,14 +192,14 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def evenly(parameter: Tensor, count: int) -> Tensor:
-    """View of `count` to 2 `count` evenly spaced values of this rank's tensor; of all values if there are fewer than
-    `count`."""
+    """Return a view of `count` to 2 `count` evenly spaced values of this rank's tensor, or of all values if there are fewer
+    than `count`."""
     flat = (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach().reshape(-1)
     return flat[:: max(1, len(flat) // count)]
 
 
 def _bits(values: Tensor) -> Tensor:
-    """The values as integers, so that NaN equals NaN."""
+    """View values as integers, so that NaN equals NaN."""
     return values.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()])
 
 
@@ -207,10 +207,14 @@ def _bits(values: Tensor) -> Tensor:
 
 
 class FirstBad(NamedTuple):
-    """The first cast of a step that read a NaN or Inf: of forward if there is one, else of backward.
+    """First cast of a step that read a NaN or Inf: a cast of forward if there is one, else of backward.
 
-    With several ranks, the smallest index is the first. `place`: index in the order of that pass. `total`: number of
-    such casts."""
+    backward  whether this is a cast of backward
+    place     index of the cast in forward or backward; the smallest index over all ranks is the first cast
+    rank      rank of the cast
+    name      layer and tensor
+    total     number of casts in this forward or backward that read a NaN or Inf
+    """
 
     backward: bool
     place: int
@@ -226,8 +230,10 @@ class FirstBad(NamedTuple):
 
 
 def first_bad(names: Sequence[CastName | None], flags: Sequence[float], rank: int) -> FirstBad | None:
-    """Return the first cast of this step that read a value that is not finite: a cast of forward if there is one, else of
-    backward, whose layers run from the last to the first. None if all values were finite."""
+    """Return the first cast of a step that read a NaN or Inf, see `FirstBad`; None if all values were finite.
+
+    names, flags   name and flag of each cast, in the order of forward; layers of backward run in reverse order
+    """
     found = bad_casts(names, flags)
     forward = [(place, name) for place, name in found if name.tensor in FORWARD]
     if forward:
@@ -236,7 +242,7 @@ def first_bad(names: Sequence[CastName | None], flags: Sequence[float], rank: in
 
 
 class OnTheWay:
-    """A copy of a few numbers from the device to the host that has been started.
+    """Asynchronous copy of a few numbers from the device to the host.
 
     `read` waits only for this copy; `tensor.tolist()` would also wait for all later launches."""
 
@@ -251,6 +257,7 @@ class OnTheWay:
             self._arrival.record()
 
     def read(self) -> list[float]:
+        """Wait for the copy, and return the numbers."""
         if self._arrival is not None:
             self._arrival.synchronize()
         numbers: list[float] = self._host.tolist()
@@ -269,10 +276,10 @@ class NonFiniteWatch:
         self._flags.close()
 
     def look(self, steps: int) -> None:
-        """Read the flags of the previous step, after the boundary of step number `steps`. Raises FloatingPointError or
-        warns.
+        """Read the flags of the previous step, after the boundary of step number `steps`, and raise FloatingPointError or log a
+        warning if a flag is set.
 
-        Reads nothing while a CUDA graph captures the boundary."""
+        No flags are read while a CUDA graph captures the boundary."""
         if self._action == "ignore" or capturing():
             return
         before = self._coming

@@ -38,7 +38,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Context:
-    """The part of a sequence that a rank of cp has.
+    """Part of each sequence that one rank of cp holds: two chunks of tokens.
 
     A model for a mesh with cp > 1 holds a Context as an attribute of the module that computes attention; `dlp.convert` raises
     otherwise.
@@ -59,12 +59,12 @@ class Context:
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.ranks > 1:  # dynamo cannot read the choice of a backend, an int
+        if self.ranks > 1:  # dynamo cannot trace the choice of an attention backend in `causal`
             torch.compiler.allow_in_graph(causal)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> Context:
-        """The context of this rank on a mesh of `dlp.build_mesh`, which may have cp = 1."""
+        """Return the context of this rank on a mesh of `dlp.build_mesh`. With cp = 1, the context is the full sequence."""
         dims = ParallelDims.from_mesh(mesh)
         return cls(1, 0) if dims.cp == 1 else cls(dims.cp, dims.rank(CP), dims.group(CP))
 
@@ -74,7 +74,7 @@ class Context:
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of a tensor of whole sequences: tokens, targets or activations.
+        """Return this rank's part of a tensor with full sequences: tokens, targets or activations.
 
         Raises:
             ValueError: for a length that is not a multiple of 2 * ranks.
@@ -97,7 +97,7 @@ class Context:
         return torch.cat([torch.arange(size, device=device) + chunk * size for chunk in self.chunks])
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return whole sequences from the parts of all ranks. Backward sums the gradients over the ranks, and returns
+        """Gather the parts of all ranks to full sequences. Backward sums the gradients over the ranks, and returns
         the gradients of this rank's tokens."""
         if self.ranks == 1:
             return x
@@ -111,8 +111,8 @@ class Context:
 
         Args:
             q, k, v: heads of this rank's tokens.
-            attend: causal attention in which the queries are those of the last keys; None: by the
-                backend that `scaled_dot_product_attention` uses if queries and keys are equal in number.
+            attend: function (q, k, v) -> output that computes causal attention of the last q.shape[2] positions to the
+                keys of all positions; None: `dlp.runtime.causal.causal`.
 
         Shape:
             - q: [B, heads, S / ranks, D]; k, v: [B, kv heads, S / ranks, D]
@@ -156,8 +156,8 @@ def check_context(model: nn.Module, cp: int) -> None:
     for name, module in model.named_modules():
         if isinstance(module, whole) or getattr(module, "reads_sequences", False):
             raise ValueError(
-                f"{name or type(model).__name__}: {type(module).__name__} reads whole sequences, and a rank of cp = {cp} has a "
-                f"part: compute attention by dlp.Context.attention, or set cp = 1"
+                f"{name or type(model).__name__}: {type(module).__name__} reads whole sequences, and with cp = {cp} each rank "
+                f"has only a part: compute attention by dlp.Context.attention, or set cp = 1"
             )
     if not any(isinstance(value, Context) for module in model.modules() for value in vars(module).values()):
         raise ValueError(

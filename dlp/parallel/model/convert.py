@@ -4,9 +4,9 @@
 
 The plan is made and checked before the model changes; `plan(...)` prints the result of `convert(...)` without ranks. Layers
 that no group matches become local bf16 linears, and the plan lists them. Embeddings with style "column" are sharded along the
-vocabulary; every other module that owns parameters is replicated on tp. `dlp.parallel.model.survey` decides how a module is
-treated, and which modules are refused. Modules remain the same objects and change their class, so that hooks, attributes and
-names remain.
+vocabulary; every other module that owns parameters is replicated on tp. `dlp.parallel.model.survey` describes how modules are
+treated, and which modules raise ValueError. Converted modules remain the same objects with another class, so that hooks,
+attributes and names remain.
 
 **Replicated modules** are modules that tp does not shard: norms, embeddings, modules with user-defined parameters. Parameters
 become DTensors, replicated on tp. The code of the module computes on plain tensors, so `replicate` derives a subclass of the
@@ -64,7 +64,16 @@ from dlp.parallel.weight.parameters import SpreadModule, check_unshared, holds, 
 
 @dataclass(frozen=True)
 class _Target:
-    """The model that is converted, and the state that all its converted modules share."""
+    """State of one conversion.
+
+    model       model that is converted
+    tp          mesh of the tp axis
+    amax_group  see `amax_process_group`
+    tokens      tokens of a microbatch, B * S; None: not known
+    session     session of the model
+    invariant   see `convert`
+    shared      id of an old parameter -> new parameter, so that tied parameters remain tied
+    """
 
     model: nn.Module
     tp: DeviceMesh
@@ -72,12 +81,12 @@ class _Target:
     tokens: int | None
     session: Session
     invariant: bool = False
-    shared: dict[int, nn.Parameter] = field(default_factory=dict)  # by id of the old parameter, so that ties remain
+    shared: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def move(self, module: nn.Module, key: str, shard_dim: int | None) -> None:
-        """Replace a module's parameter of this name, if it exists, by this rank's shard of it."""
+        """Replace parameter `key` of a module, if it exists, by a DTensor on tp. `shard_dim` None: replicated."""
         old = module._parameters.get(key)
-        # The parameter is None, or a left-out module has a parameter of another class
+        # There is no parameter, or a left-out module has a subclass of nn.Parameter, which stays
         if type(old) is not nn.Parameter:
             return
         if id(old) not in self.shared:
@@ -85,12 +94,13 @@ class _Target:
         module._parameters[key] = self.shared[id(old)]
 
     def inside(self, plan: Plan, name: str) -> tuple[nn.Module, ...]:
+        """Return the modules with parameters in a left-out module; () for other modules."""
         return tuple(self.model.get_submodule(each) for each in plan.left_out.get(name, ()))
 
 
 def amax_process_group(dims: ParallelDims, amax_group: str | ProcessGroup) -> ProcessGroup | None:
-    """Return the amax process group: None for "auto" (the style table decides), the named group for "tp", "tp+cp", "tp+dp" and
-    "world", and a ProcessGroup unchanged."""
+    """Return the process group that `amax_group` of `convert` names. None for "auto": the style of a layer determines the
+    group. A ProcessGroup is returned unchanged."""
     if not isinstance(amax_group, str):
         return amax_group
     if amax_group == "auto":
@@ -111,9 +121,10 @@ def convert(
 ) -> Plan:  # fmt: skip
     """Make a model parallel over the tp axis of a mesh, in place, and quantize its linears by layer groups.
 
-    Modules, hooks, names and attributes stay; `nn.Linear` and `nn.Embedding` modules are replaced. Layers of dlp that were
-    constructed explicitly join the step boundary of the model. Also without `dlp.attach`, an optimizer step raises RuntimeError
-    where replicas of a parameter differ between ranks, and inside a backward that has not summed gradients over tp.
+    Modules stay the same objects, with their hooks, names and attributes; their classes and parameters change. Explicitly
+    constructed layers of dlp join the step boundary of the model. Also without `dlp.attach`, an optimizer step raises
+    RuntimeError if replicas of a parameter differ between ranks, and inside a backward that has not summed partial gradients
+    over tp.
 
     Args:
         model: plain modules, materialized with equal values on all ranks or on the meta device.
@@ -123,10 +134,10 @@ def convert(
         amax_group: ranks that share scales: "auto" (the ranks that correctness needs; all ranks for delayed scaling), "tp",
             "tp+cp", "tp+dp", "world", or a process group.
         seed: seed of stochastic rounding.
-        overlap_table: times by which overlap = "auto" is decided: a file of `dlp.parallel.tune`, which rank 0 reads, or
+        overlap_table: times from which overlap = "auto" is decided: a file of `dlp.parallel.tune`, which rank 0 reads, or
             `Times` that all ranks have read; None: the shipped table of the GPU.
-        invariant: equal bits on every mesh, see docs/prove.md. `dlp.fully_shard` then sums gradients instead of
-            averaging. Pass `invariant=True` to `dlp.cross_entropy` as well.
+        invariant: compute bitwise equal results on every mesh, see docs/prove.md. `dlp.fully_shard` then sums gradients instead
+            of averaging. Pass `invariant=True` to `dlp.cross_entropy` as well.
 
     Returns:
         The printable `Plan`.
@@ -186,8 +197,8 @@ def _agreed_plan(
 
 
 def _change_modules(target: _Target, plan: Plan) -> None:
-    """Convert the modules of the model in place. All specs are built before the first change, since building them raises the
-    errors."""
+    """Convert the modules of the model in place. All specs are built before the first change, so that errors leave the model
+    unchanged."""
     sets = _layers_that_run_as_one(plan)
     specs = [_spec_of(target, rows) for rows in sets]
     for row in plan.layers:
@@ -203,7 +214,7 @@ def _change_modules(target: _Target, plan: Plan) -> None:
 
 
 def _sum_gradients(target: _Target, device_type: str) -> None:
-    """Sum partial gradients over tp, or by the tree of invariant models, and compare the replicas of parameters."""
+    """Set up the sums of partial gradients over tp, the gradient tree of an invariant model, and the comparison of replicas."""
     model, session = target.model, target.session
     model.partial_gradients = session.sum_partial(PartialGradients(model, target.tp.get_group()))
     if target.invariant:
@@ -225,12 +236,13 @@ def _hand_over(model: nn.Module, session: Session, plan: Plan) -> None:
 
 
 def _rows_of(plan: Plan) -> dict[str, str]:
-    """Descriptions that ranks must agree on, by module name."""
+    """Return the descriptions, by module name, that must be equal on all ranks."""
     rows = {row.name: f"{row.style} {row.shape} in {row.recipe}, overlap {row.overlap}" for row in plan.layers}
     return rows | {row.name: f"{row.kind}, {row.style}" for row in plan.others}
 
 
 def _layers_that_run_as_one(plan: Plan) -> list[list[LayerPlan]]:
+    """Return the rows of each set of siblings, and of each linear without siblings."""
     rows = {row.name: row for row in plan.layers}
     return [
         [rows[name] for name in names] for names in dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
@@ -238,7 +250,7 @@ def _layers_that_run_as_one(plan: Plan) -> list[list[LayerPlan]]:
 
 
 def _spec_of(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
-    """The spec of one linear, or of several siblings."""
+    """Return the spec of one linear, or of several siblings."""
     first = rows[0]
     name = first.name if len(rows) == 1 else f"{first.name} and siblings"
     module = target.model.get_submodule(first.module)
@@ -253,7 +265,7 @@ def _spec_of(target: _Target, rows: Sequence[LayerPlan]) -> LinearSpec:
 
 
 def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan]) -> None:
-    """Convert one linear, or several siblings, to one core. A layer that was constructed explicitly keeps its core."""
+    """Convert one linear, or several siblings with one common core. An explicitly constructed layer keeps its core."""
     modules = [target.model.get_submodule(row.module) for row in rows]
     if isinstance(modules[0], ParallelLinear):
         _adopt(target, spec, modules[0])
@@ -271,8 +283,8 @@ def _convert_linears(target: _Target, spec: LinearSpec, rows: Sequence[LayerPlan
 
 
 def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
-    """Let an explicitly constructed layer take part in the model's step boundary. Without a mesh, its parameters become
-    DTensors."""
+    """Give an explicitly constructed layer the session of the model. Parameters of a layer that was constructed without a mesh
+    become DTensors."""
     module.core.set_spec(spec, target.session)
     target.session.cores.append(module.core)
     with module.core.weights.shown(written=True):
@@ -281,7 +293,7 @@ def _adopt(target: _Target, spec: LinearSpec, module: ParallelLinear) -> None:
 
 
 def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...]) -> None:
-    """Shard an embedding along the vocabulary, or replicate a module on tp. `inside`: modules in a left-out module."""
+    """Shard an embedding along the vocabulary, or replicate a module on tp. `inside`: see `replicate`."""
     module, vocab = target.model.get_submodule(row.name), row.style == "vocab"
     for key in module._parameters:
         target.move(module, key, 0 if vocab else None)
@@ -301,8 +313,16 @@ def _convert_other(target: _Target, row: OtherPlan, inside: tuple[nn.Module, ...
 
 
 class ReplicatedMixin(SpreadModule):
-    """Replace the DTensors in `_parameters` by local tensors during forward. `tp_partial`: parameters with partial
-    gradients."""
+    """Mixin that replaces the DTensors in `_parameters` by local tensors during forward.
+
+    tp_partial   names of parameters with partial gradients over tp
+    on_shards    the module runs on token shards
+    tp_sums      `PartialGradients` of the model, if tp_partial is not empty
+    token_rows   tokens of a shard, checked at each call; None: not checked
+    tp_size      number of tp ranks
+    layer_name   name of the module, for messages
+    segments     segments in which an invariant model runs the module; None: the module runs once
+    """
 
     dlp_made = "by convert"
     tp_partial: tuple[str, ...] = ()
@@ -323,7 +343,7 @@ class ReplicatedMixin(SpreadModule):
         self._check_tokens(x)
         held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced
         for name, parameter in held.items():
-            if isinstance(parameter, DTensor):  # deleted if a module around this module is left out
+            if isinstance(parameter, DTensor):  # a left-out module around this module has replaced the DTensors already
                 self._parameters[name] = local(parameter, self.layer_name, before=before)
         try:
             if self.segments is not None:
@@ -335,8 +355,8 @@ class ReplicatedMixin(SpreadModule):
                 self._parameters[name] = parameter
 
     def _check_tokens(self, x: Tensor | None) -> None:
-        """Raise ValueError for a module outside of the sequence-parallel groups that is called with token shards, or a module
-        inside that is called with all tokens.
+        """Raise ValueError if a module without sequence parallelism is called with token shards, or a module with sequence
+        parallelism is called with all tokens.
 
         x: first tensor argument, features [M/tp, H] or, for embeddings, token ids [M/tp]."""
         if self.token_rows is None or x is None:
@@ -361,7 +381,9 @@ class ReplicatedMixin(SpreadModule):
 
 
 class LeftOutMixin(ReplicatedMixin):
-    """`ReplicatedMixin` for a left-out module and all modules in it. `inside`: the modules in it that have parameters."""
+    """`ReplicatedMixin` for a left-out module, whose forward may read the parameters of modules in it.
+
+    `inside`: the module and the modules in it, if they have parameters."""
 
     inside: tuple[nn.Module, ...] = ()
 
@@ -376,8 +398,8 @@ class LeftOutMixin(ReplicatedMixin):
                 _hold(module, parameters)
 
     def _seen(self, module: nn.Module, parameter: Tensor | None) -> Tensor | None:
-        """The tensor that forward sees in place of a parameter. A parameter that an FSDP unit inside has sharded stays
-        until FSDP gathers it."""
+        """Return the tensor that forward reads in place of a parameter. A parameter that an FSDP unit inside has sharded stays
+        a DTensor until FSDP gathers it."""
         if not isinstance(parameter, DTensor) or (module is not self and num_axes(parameter) > 1):
             return parameter
         sums: PartialGradients | None = getattr(module, "tp_sums", None)
@@ -385,10 +407,11 @@ class LeftOutMixin(ReplicatedMixin):
 
 
 def _hold(module: nn.Module, parameters: Mapping[str, Any]) -> None:
+    """Replace the parameter dict of a module."""
     vars(module)["_parameters"] = parameters
 
 
-# One subclass per class, so that modules of one class stay modules of one class
+# (mixin, class) -> subclass: modules of equal class have equal class after the conversion, too
 _CLASSES: dict[tuple[type, type], type] = {}
 
 
@@ -402,13 +425,13 @@ def replicate(
     module: nn.Module, name: str, *, on_shards: bool = False, reads_cut: bool = False, token_rows: int | None = None,
     tp_size: int = 1, inside: tuple[nn.Module, ...] = (),
 ) -> None:  # fmt: skip
-    """Change the module so that its forward sees plain tensors in place of its parameters.
+    """Change the class of a module, so that forward reads plain tensors in place of parameters.
 
     on_shards    the module runs on token shards
     reads_cut    the module reads features that tp shards
-    token_rows   tokens of a shard, checked at each call; None if tp is 1
-    tp_size      ranks of tp
-    inside       for a left-out module: all modules with parameters in it
+    token_rows   tokens of a shard, checked at each call; None: not checked
+    tp_size      number of tp ranks
+    inside       for a left-out module: the module and the modules in it, if they have parameters; () for other modules
     """
     module.__class__ = _class_of(type(module), bool(inside))
     module.inside = inside  # type: ignore[assignment]
@@ -418,13 +441,13 @@ def replicate(
 
 
 def note_added(session: Session, model: nn.Module) -> None:
-    """Log parameters that were added to a model after `convert`. torch's functions over all gradients fail with such
-    parameters."""
+    """Log parameters that were added after `convert`. torch's functions over all gradients raise for plain tensors among
+    DTensors."""
     plain = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if plain:
         session.note(
-            f"{len(plain)} parameters ({plain[0]}, ...) were added after dlp.convert and are no DTensors, so that "
-            f"torch's clip_grad_norm_ of all gradients raises 'got mixed torch.Tensor and DTensor': clip by "
+            f"{len(plain)} parameters ({plain[0]}, ...) were added after dlp.convert and are not DTensors, so that "
+            f"torch's clip_grad_norm_ of all gradients raises 'got mixed torch.Tensor and DTensor': clip with "
             f"dlp.optim.clip_grad_norm_, or add modules before dlp.convert"
         )
 
@@ -432,7 +455,7 @@ def note_added(session: Session, model: nn.Module) -> None:
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict with full tensors in place of DTensors, and tied parameters as one tensor.
 
-    All ranks call it together, and each rank temporarily holds the complete model."""
+    All ranks call this function together, and each rank temporarily holds the complete model."""
     tied = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     whole: dict[Any, Tensor] = {}
     state = model.state_dict()
@@ -444,9 +467,9 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save_whole(model: nn.Module) -> None:
-    """Let the model's `save_pretrained`, if it exists, write full tensors on rank 0. All ranks call it."""
+    """Let the model's `save_pretrained`, if it exists, write full tensors on rank 0. All ranks call `save_pretrained`."""
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]  # so that a copy saves itself
+        model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]  # deepcopy copies `model`
 
 
 def _save_pretrained(

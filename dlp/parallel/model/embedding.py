@@ -37,8 +37,9 @@ from dlp.parallel.model.checks import OnTheWay
 from dlp.parallel.weight.local import fill, local
 from dlp.parallel.weight.parameters import SpreadModule
 
-_NONE = torch.iinfo(torch.int64).min  # no token is outside
-_COMING: dict[tuple[str, torch.device], tuple[OnTheWay, str]] = {}  # largest invalid token of the last call
+_NONE = torch.iinfo(torch.int64).min  # stands for: no token is outside of the vocabulary
+# (layer, device) -> (largest invalid token of the last call, rule for tokens)
+_COMING: dict[tuple[str, torch.device], tuple[OnTheWay, str]] = {}
 
 IGNORED = -100
 
@@ -62,9 +63,9 @@ class _ReduceTokens(torch.autograd.Function):
 class _Lookup(torch.autograd.Function):
     """Look up rows of `weight` [V/tp, H], which holds the vocabulary rows from `first` on, for `tokens` [M].
 
-    A row that another rank holds is zero; a row that no rank holds is NaN (`wrong`, bool [M]). The row of `padding_idx` gets no
-    gradient. The gradients of equal tokens are summed in fp32, or exactly if `invariant`, and rounded once: tokens repeat so
-    often that a bf16 sum would lose several percent."""
+    The result is zero for a token whose row another rank holds, and NaN for a token outside of the vocabulary (`wrong`, bool
+    [M]). The row of `padding_idx` gets no gradient. The gradients of equal tokens are summed in fp32, or exactly if
+    `invariant`, and rounded once: tokens repeat so often that a bf16 sum would lose several percent."""
 
     @staticmethod
     def forward(
@@ -162,7 +163,7 @@ class VocabParallelEmbedding(SpreadModule, nn.Embedding):
         )
 
 
-_CLASSES: dict[type, type] = {}  # one class per class of embedding
+_CLASSES: dict[type, type] = {}  # user-defined class of embedding -> its vocab-parallel subclass
 
 
 def cut_vocabulary(module: nn.Embedding, tp: DeviceMesh, sequence_parallel: bool, name: str) -> None:
@@ -183,6 +184,8 @@ def _slice(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
+    """See `scatter_tokens`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group, ctx.shape = group, x.shape
@@ -195,6 +198,8 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
+    """See `gather_tokens`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
@@ -297,8 +302,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _segments_of_vocabulary(logits: Tensor, column: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """logsumexp of each row of the whole vocabulary and its logit at the target, fp32 [M], from the canonical segments of the
-    vocabulary, so that kernels get equal shapes on every mesh."""
+    """Return the logsumexp of each row over the full vocabulary and the logit of the target, fp32 [M] each. Both are computed
+    from the canonical segments of the vocabulary, so that kernels get equal shapes on every mesh."""
     count = canonical.segments_on_rank(logits.shape[1], 1 if group is None else group.size())
     width = logits.shape[1] // count
     parts = [ops.log_sum_exp(part.contiguous(), column - i * width) for i, part in enumerate(logits.split(width, 1))]
@@ -309,7 +314,7 @@ def _segments_of_vocabulary(logits: Tensor, column: Tensor, group: ProcessGroup 
 
 
 def _times(values: Tensor, counts: Tensor) -> Tensor:
-    """values * counts, and 0 where counts are 0, even if the value is NaN or Inf."""
+    """Return values * counts, and 0 where `counts` is 0, even if the value is NaN or Inf."""
     return torch.where(counts == 0, 0.0, values * counts)
 
 
@@ -328,7 +333,7 @@ def cross_entropy(
         tp: ranks that share the vocabulary; None: this rank has the complete vocabulary.
         ignore_index: tokens with this target add nothing to the loss and get no gradient, whatever their logits are.
         z_loss: weight of the squared logsumexp of each token, which keeps logits from drifting (arXiv 2204.02311).
-        invariant: equal bits for every number of ranks, as by `dlp.convert(..., invariant=True)`.
+        invariant: compute equal bits for every number of ranks, as in a model of `dlp.convert(..., invariant=True)`.
 
     Shape:
         - logits: [M, V/tp]
@@ -370,15 +375,16 @@ def cross_entropy(
 
 
 def outside(tokens: Tensor, vocabulary: int) -> Tensor:
-    """Mask of tokens outside of [0, vocabulary): bool, in the shape of the tokens."""
+    """Return the mask of tokens outside of [0, vocabulary): bool, in the shape of the tokens."""
     return (tokens < 0) | (tokens >= vocabulary)
 
 
 def refuse(name: str, tokens: Tensor, wrong: Tensor, rule: str) -> None:
-    """Raise IndexError if any element of `wrong`, bool, is set, for a token of this call or, on a GPU, of the previous
-    call.
+    """Raise IndexError for tokens outside of the vocabulary: on a CPU those of this call, on a GPU those of the previous call.
 
-    name, rule   name of the layer, and the rule for its tokens, for the message
+    wrong   mask of these tokens, bool
+    name    name of the layer, for the message
+    rule    requirement on tokens, for the message
     """
     if torch.compiler.is_compiling() or isinstance(tokens, FakeTensor) or tokens.is_meta or not tokens.numel():
         return

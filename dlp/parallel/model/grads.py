@@ -9,26 +9,26 @@ been computed (and after FSDP's reductions). Each parameter has the same offset 
 gradient of the parameter sends zeros.
 
 Gradients may accumulate over several backwards. To sum only new contributions, every tp rank except the first clears its
-gradients when a backward begins:
+gradients of these parameters when a backward begins:
 
     rank 0   T + p0 ┐
     rank 1   0 + p1 ┴ sum ──► T + p0 + p1 on both          T: the total so far, p: this backward's contributions
 
-The sum is queued when a backward reaches an output of the model. A backward that reaches no output, or that does not
-leave gradients in `grad`, raises when the first partial gradient is computed.
+The sum is queued when a backward reaches an output of the model. If a backward reaches no output of the model, or
+`torch.autograd.grad` returns the gradients, the first partial gradient raises RuntimeError.
 
 All other replicated parameters should get equal gradients on all tp ranks; `dlp.parallel.model.replicas` compares them.
 
-**Delayed wgrads**: layers with `delay_wgrad` queue wgrads in backward, `backward_dw` runs them.
+**Delayed wgrads**: layers with `delay_wgrad` queue their wgrads in backward, and `backward_dw` computes the queued wgrads.
 
-    backward       dx of every such layer, and both operands of its wgrad, quantized and gathered
-    backward_dw    dw = dy.T @ x for all queued wgrads, in the order of the backwards, into the parameters' gradients
+    backward       computes dx of every such layer, and quantizes and gathers both operands of wgrad
+    backward_dw    computes dw = dy.T @ x for all queued wgrads, in the order of the backwards, and adds dw to the gradients
 
 A pipeline stage can thus send dx to the previous stage, and compute wgrads while the previous stage works. The queue holds the
 operands dy and x of wgrad in the low precision of the recipe. The gradients are bitwise equal to gradients without delay.
 
-**Main gradients**: `add_main_grads` decides which wgrad GEMMs may accumulate into gradients, and gives the reason for
-the others.
+**Main gradients**: `add_main_grads` decides which wgrad GEMMs may accumulate into gradients, and logs the reason for each
+other wgrad GEMM.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ _ENGINE = torch.autograd.Variable._execution_engine
 
 
 def local_grad(parameter: Tensor) -> Tensor | None:
+    """Return this rank's shard of a parameter's gradient; None if there is no gradient."""
     grad = parameter.grad
     return grad._local_tensor if isinstance(grad, DTensor) else grad
 
@@ -77,7 +78,7 @@ class Slot(NamedTuple):
 
 
 def call_in_backward(output: Any, begin: Callable[[Tensor], None]) -> None:
-    """Call `begin` in a backward that reaches an output of a model, once for each output."""
+    """Call `begin` whenever a backward reaches a tensor in `output`, the return value of a model."""
     if torch.is_grad_enabled():
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -87,8 +88,9 @@ def call_in_backward(output: Any, begin: Callable[[Tensor], None]) -> None:
 class PartialGradients:
     """Sum the partial gradients of a model over the tp group at the end of each backward.
 
-    slots   the parameters; their modules have this object as `tp_sums`
-    fsdp    FSDP2's records of the parameters, by id of the module and name; `dlp.fully_shard` adds records
+    slots     parameters with partial gradients; the attribute `tp_sums` of their modules is this object
+    fsdp      (id of the module, name of the parameter) -> FSDP2's record of the parameter; `dlp.fully_shard` adds records
+    num_sums  number of backwards whose partial gradients were summed
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
@@ -116,25 +118,24 @@ class PartialGradients:
         cannot_pickle(self.slots[0].path if self.slots else "dlp.convert")
 
     def _begin_anew(self) -> None:
-        """Reset the state of the backward."""
+        """Set the initial state: no sums, no FSDP records and no running backward."""
         self.num_sums = 0
         self.fsdp: dict[tuple[int, str], Managed] = {}
         self._called = False
         self._task: int | None = None  # id of the running backward, if a sum is queued for it
-        self._due: list[Tensor] = []  # parameters in the queued sum
-        self._there: dict[tuple[bool, ...], Tensor] = {}
+        self._due: list[Tensor] = []  # parameters whose gradients the queued sum adds
+        self._there: dict[tuple[bool, ...], Tensor] = {}  # cache of `_words`
 
     @property
     def sums_any(self) -> bool:
-        """Whether there are partial gradients, of several ranks."""
+        """Whether the model has partial gradients and tp has several ranks."""
         return bool(self.slots) and self.group.size() > 1
 
     def check_summed(self, since: int) -> int:
-        """Check before an optimizer step that partial gradients are summed.
+        """Check before an optimizer step that partial gradients are summed, and return `num_sums`.
 
-        Raises RuntimeError if there are gradients and no backward has summed any since `since`, the result of the last
-        check (0 at first).
-        Returns the number of sums so far."""
+        `since`: result of the previous check, 0 for the first. Raises RuntimeError if there are partial gradients and no
+        backward has summed partial gradients since the previous check."""
         if self.group.size() > 1 and self.num_sums == since:
             waiting = [slot for slot in self.slots if self._stored(slot).grad is not None]
             if waiting:
@@ -142,8 +143,8 @@ class PartialGradients:
         return self.num_sums
 
     def check_complete(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError if an optimizer steps inside of a backward and holds a parameter whose gradient is not
-        summed yet."""
+        """Raise RuntimeError if an optimizer that steps inside a backward holds a parameter with partial gradients, which are
+        summed only at the end of the backward."""
         if self.group.size() == 1:
             return
         held_by = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -156,8 +157,8 @@ class PartialGradients:
             )
 
     def check_announced(self) -> None:
-        """Raise RuntimeError when a partial gradient is computed, unless the sum is queued, or the gradient is not left
-        in the parameter."""
+        """Raise RuntimeError if no sum is queued and the running backward accumulates into a parameter with partial gradients.
+        Called when a partial gradient is computed."""
         if self._task is None and self.sums_any:
             taken = [slot for slot in self.slots if self._is_taken(slot)]
             if taken:
@@ -171,8 +172,8 @@ class PartialGradients:
         )
 
     def _is_taken(self, slot: Slot) -> bool:
-        """Whether the running backward leaves a gradient in this parameter. Raises RuntimeError if `torch.autograd.grad`
-        returns the gradient."""
+        """Whether the running backward accumulates into `grad` of this parameter. Raises RuntimeError if `torch.autograd.grad`
+        returns the gradient instead."""
         parameter = self._computed_with(slot)
         if not parameter.requires_grad:
             return False
@@ -187,26 +188,26 @@ class PartialGradients:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling() or in_backward():
             return
-        self._task = None  # an earlier backward that failed
-        if not self._called:  # torch's `fully_shard` may have replaced parameters since
+        self._task = None  # set if an earlier backward failed
+        if not self._called:  # torch's `fully_shard` may have replaced parameters since `__init__`
             self._called = True
             for module, name, record in managed(model):
                 self.fsdp.setdefault((id(module), name), record)
 
     def _stored(self, slot: Slot) -> Tensor:
-        """The parameter that an optimizer holds."""
+        """Return the parameter that an optimizer holds: with FSDP, the sharded parameter."""
         record, parameter = self.fsdp.get((id(slot.module), slot.name)), slot.module._parameters[slot.name]
         assert parameter is not None
         return parameter if record is None else record.stored
 
     def _computed_with(self, slot: Slot) -> Tensor:
-        """The parameter that autograd sees."""
+        """Return the parameter that forward reads: with FSDP, the gathered parameter."""
         record = self.fsdp.get((id(slot.module), slot.name))
         return self._stored(slot) if record is None else record.gathered
 
     def _is_due(self, slot: Slot) -> bool:
-        """Whether a backward that begins now delivers this parameter's gradient to the optimizer. Equal on all tp
-        ranks."""
+        """Whether a backward that begins now must sum this parameter's gradient: the parameter requires a gradient, and FSDP,
+        if used, reduces gradients in this backward. Equal on all tp ranks."""
         record = self.fsdp.get((id(slot.module), slot.name))
         return self._stored(slot).requires_grad and (record is None or record.reduces)
 
@@ -215,7 +216,8 @@ class PartialGradients:
             call_in_backward(output, self._begin)
 
     def _begin(self, grad: Tensor) -> None:
-        """Clear gradients and queue the sum, once per backward, when the backward reaches an output of the model."""
+        """Clear the gradients on all tp ranks but the first, and queue the sum. Runs once per backward, when the backward
+        reaches an output of the model."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -233,7 +235,7 @@ class PartialGradients:
         _ENGINE.queue_callback(self._after_fsdp)
 
     def _after_fsdp(self) -> None:
-        """Queue the sum behind FSDP's final callback, which is queued by now, so that sharded gradients exist."""
+        """Queue the sum behind FSDP's final callback, which is already queued and writes the sharded gradients."""
         _ENGINE.queue_callback(self._sum)
 
     @torch.no_grad()
@@ -260,8 +262,8 @@ class PartialGradients:
                 set_grad(parameter, total.view(held(parameter).shape).to(parameter.dtype))
 
     def _words(self, there: tuple[bool, ...], device: torch.device) -> Tensor:
-        """1 for each gradient that this rank has, else 0, on the device. Cached, so that equal backwards copy nothing
-        to the device."""
+        """Return fp32 flags on the device: 1 for each gradient that this rank has, else 0. Flags are cached, so that equal
+        backwards copy nothing to the device."""
         if there not in self._there:
             self._there[there] = torch.tensor(there, dtype=torch.float32, device=device)
         return self._there[there]
@@ -271,17 +273,17 @@ class PartialGradients:
 def backward_dw(model: nn.Module) -> int:
     """Compute all delayed wgrads of a model and accumulate them into `grad`.
 
-    Call `backward_dw` after backward, of one or several microbatches, and before gradients are clipped or read. Hooks on
-    gradients of parameters are not called.
+    Call `backward_dw` after the backwards of one or several microbatches, and before gradients are clipped or read. Gradient
+    hooks of the parameters are not called.
 
     Args:
-        model: model with layers of `delay_wgrad`.
+        model: model whose layers delay wgrads (`delay_wgrad`).
 
     Returns:
-        Number of wgrads.
+        Number of computed wgrads.
 
     Raises:
-        ValueError: for a model that was not converted.
+        ValueError: for a model without layers of dlp.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -294,7 +296,7 @@ def backward_dw(model: nn.Module) -> int:
 
 
 def _sessions_of(model: nn.Module) -> Sequence[Session]:
-    """The session of a converted or attached model, else the sessions of explicitly constructed layers."""
+    """Return the session of a converted or attached model, or the sessions of explicitly constructed layers."""
     if converted_root(model) is None:
         cores = {id(core): core for module in model.modules() if (core := getattr(module, "core", None)) is not None}
         sessions = {id(core.session): core.session for core in cores.values()}
@@ -304,7 +306,7 @@ def _sessions_of(model: nn.Module) -> Sequence[Session]:
 
 
 def _run_delayed(session: Session) -> int:
-    """Run the delayed wgrads of one session. Returns the number of wgrads."""
+    """Compute the delayed wgrads of one session, and return their number."""
     count = len(session.waiting)
     while session.waiting:
         weight, wgrad = session.waiting.popleft()
@@ -322,7 +324,7 @@ def _run_delayed(session: Session) -> int:
 
 
 def _accumulate(parameter: Tensor, dw: Tensor) -> None:
-    """Add dw to a parameter's gradient as autograd does: keep the first gradient, and add later gradients in place."""
+    """Accumulate dw into `grad` as autograd does: store the first gradient, and add later gradients in place."""
     grad = local_grad(parameter)
     if grad is not None:
         grad.add_(dw)
@@ -331,7 +333,7 @@ def _accumulate(parameter: Tensor, dw: Tensor) -> None:
 
 
 def check_none_waits(session: Session) -> None:
-    """Raise RuntimeError before an optimizer step if wgrads are still delayed, so that gradients are incomplete."""
+    """Raise RuntimeError before an optimizer step if delayed wgrads have not been computed."""
     if session.waiting:
         raise RuntimeError(
             f"{len(session.waiting)} wgrads are still delayed, the first of {session.waiting[0][0].name} (delay_wgrad "
@@ -343,11 +345,13 @@ def check_none_waits(session: Session) -> None:
 def add_main_grads(
     session: Session, model: nn.Module, records: Mapping[Any, Sequence[Managed | None]], mode: str
 ) -> None:
-    """Let wgrad GEMMs accumulate into gradients where possible, and log the reason where not. `records`: FSDP's records of each
-    layer's weights. ValueError for invariant layers."""
+    """Let wgrad GEMMs accumulate into gradients where possible, and log the reason for each other weight.
+
+    `records`: layer -> FSDP's record of each weight, None without FSDP. `mode`: "grad" or "main_grad". Raises ValueError for
+    invariant layers."""
     if any(core.spec.invariant for core in records):
         raise ValueError(
-            'invariant = true: microbatches are added by the tree, not by the wgrad GEMM; set main_grads = "off"'
+            'invariant = true: gradients of microbatches are added in a fixed order; set main_grads = "off"'
         )
     shared, left = _shared_parameters(model), dict[str, list[str]]()
     for core, its in records.items():
@@ -355,7 +359,7 @@ def add_main_grads(
         for weight, record in zip(core.weights, its, strict=True):
             stored, why = weight.stored, _not_by_wgrad(weight, record, shared)
             if why is None and mode == "grad" and stored is not None and stored.dtype != torch.float32:
-                why = f"their gradients are {str(stored.dtype).removeprefix('torch.')}, not fp32"
+                why = f"the gradients are {str(stored.dtype).removeprefix('torch.')}, not fp32"
             if why is not None:
                 left.setdefault(why, []).append(weight.name)
             found.append(MainGrad(stored, mode, weight.name) if why is None else None)
@@ -368,22 +372,22 @@ def add_main_grads(
 
 
 def _not_by_wgrad(weight: Weight, record: Managed | None, shared: set[int]) -> str | None:
-    """The reason why wgrad cannot add to the gradient of a weight. None if it can."""
+    """Return the reason why the wgrad GEMM cannot accumulate into the gradient of a weight; None if the GEMM can."""
     stored, style = weight.stored, weight.bound.spec.style
     if not isinstance(stored, nn.Parameter):
         return "a parametrization computes the weights"
     if record is not None:
-        return "FSDP has them"
+        return "FSDP manages the weights"
     if type(weight) is not LocalWeight:
         return "the weights are quantized-only"
     if id(stored) in shared:
         return "several modules share the weights"
     if style.partial_weight_grad and weight.bound.spec.tp > 1:
         return "the gradients are partial sums over tp"
-    return None if stored.requires_grad else "they are frozen"
+    return None if stored.requires_grad else "the weights do not require gradients"
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
-    """The ids of parameters that several modules have."""
+    """Return the ids of parameters that are registered in several modules."""
     found = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     return {key for key, count in found.items() if count > 1}

@@ -6,10 +6,9 @@ that change, the batch and the learning rate, are read from memory.
 
     3 eager steps, capture, replay, replay, ..., one eager step (a recipe change at its boundary), 3 eager, capture, replay, ...
 
-All steps, eager ones as well, run on one stream beside torch's default stream, which cannot take part in a capture: autograd's
-nodes remember the stream on which they were made. The streams of FSDP, of transports and of NCCL fork from that stream and
-join it again in every step, and are captured with it. Collectives of NCCL are kernels like others once their communicators
-exist.
+All steps, including eager steps, run on one side stream: torch's default stream cannot be captured, and autograd nodes run on
+the stream on which they were created. The streams of FSDP, of transports and of NCCL fork from the side stream and join it in
+every step, so they are captured, too. Collectives of NCCL can be captured once their communicators exist.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ class CapturedStep(Generic[Result]):
         self._graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         current = torch.cuda.current_stream()
-        stream = None if current == torch.cuda.default_stream() else current  # None: torch creates a pool
-        mode = "thread_local"  # other threads watch process groups, and call CUDA functions
+        stream = None if current == torch.cuda.default_stream() else current  # None: torch uses a side stream
+        mode = "thread_local"  # threads that watch process groups may call CUDA functions
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode=mode):
             self._result = work(tree_unflatten(self._leaves, self._form))
 
@@ -74,10 +73,10 @@ def _describe(leaves: Sequence[Any]) -> str:
 
 
 class Replays:
-    """Decide which steps of a training are replayed, and keep the graph.
+    """Decide which steps are replayed, and own the graph.
 
-    A graph holds the decisions of recipes. The step whose boundary changes a recipe is eager, and so are the next WARM_UP
-    steps; then the step is captured again.
+    A graph contains the kernels of the recipes at capture. The step whose boundary changes a recipe is eager, and so are the
+    next WARM_UP steps; then the step is captured again.
 
     Args:
         sessions: sessions of the models that the step trains; more may be appended later.
@@ -89,14 +88,14 @@ class Replays:
     def __init__(self, sessions: list[Session], stream: torch.cuda.Stream | None) -> None:
         self.sessions, self._stream = sessions, stream
         self._captured: Any = None
-        self._advance: list[int] = []  # increments of the step count of each session by one step
+        self._advance: list[int] = []  # increase of the step count of each session in one step
         self._changes, self._warm = self._recipe_changes(), 0
 
     def _recipe_changes(self) -> list[int]:
         return [len(session.swaps) for session in self.sessions]
 
     def next(self) -> bool:
-        """Begin a step. Returns whether the step is to be replayed."""
+        """Begin a step, and return whether the step can be replayed, after a capture if there is no graph."""
         due, changes = any(session.swaps_next for session in self.sessions), self._recipe_changes()
         if due or changes[: len(self._changes)] != self._changes:
             self.drop()
@@ -109,7 +108,7 @@ class Replays:
         return self._captured is not None
 
     def make(self, work: Callable[[Any], Any], like: Any) -> None:
-        """Capture a step. Neither the model nor the host's counters change before a replay."""
+        """Capture a step. The capture itself changes neither the model nor the step counts of sessions."""
         steps = [session.steps for session in self.sessions]
         self._captured = self.capture(work, like)
         self._advance = [session.steps - count for session, count in zip(self.sessions, steps, strict=True)]
@@ -117,7 +116,7 @@ class Replays:
             session.steps = count
 
     def __call__(self, batch: Any) -> Any:
-        """Replay the captured step on `batch`, and count it."""
+        """Replay the captured step on `batch`, and add to the step counts of sessions."""
         assert self._captured is not None
         for session in self.sessions:
             session.look()
@@ -127,7 +126,7 @@ class Replays:
         return result
 
     def drop(self) -> None:
-        """Free the graph and its memory: before NCCL's communicators, which wait for graphs that hold collectives."""
+        """Free the graph and its memory. Call `drop` before NCCL communicators are destroyed, which wait for the graph."""
         self._captured, self._warm = None, 0
         for session in self.sessions:
             session.graphed.clear()

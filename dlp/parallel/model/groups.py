@@ -1,9 +1,8 @@
 """Layer groups: assignment of recipe, style and overlap to layers by name.
 
-A group is a name, some patterns and the fields it sets; groups are ordered, and for each layer and each field the last
-matching group that sets it wins. Everything here is a pure function of layer names and container lengths, so that a
-configuration is checked without a model on any device; the result (`Resolved`) can be printed: which groups won, and
-which groups were overridden.
+A group has a name, patterns and fields. Groups are ordered: for each layer and field, the last matching group that sets the
+field wins. The functions here read only layer names and container lengths, so a configuration can be checked without weights or
+a GPU. The result (`Resolved`) also tells which groups won, and which groups were overridden.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ STYLES = ("column", "row", "local")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFields(LayerOptions):
-    """The fields that can be set for a layer; None: not set.
+    """Fields that a group can set for a layer; None: not set.
 
     recipe             a recipe's name, a table {"name": ..., option: value}, or a Recipe
     style              "column", "row" or "local"
     sequence_parallel  whether the layer's tokens are sharded over tp
-    siblings           whether layers that read the same x become one layer
+    siblings           whether layers that read the same x run as one layer
     overlap            a strategy's name, or a table by GEMM {"fprop": ..., "dgrad": ..., "wgrad": ...}
     return_bias        forward returns (y without bias, bias)
     convert            False: matching modules, and all modules in them, are left out: they run their own code, replicated on
                        tp. True: a subclass of nn.Linear is converted, and loses its own forward
 
-    The switches of `dlp.parallel.linear.spec.LayerOptions` are further fields.
+    The fields of the base class `LayerOptions` can be set, too.
     """
 
     recipe: str | Mapping[str, Any] | Recipe | None = None
@@ -98,7 +97,7 @@ class LayerGroup(LayerFields):
             parse(pattern)
 
     def fields(self) -> dict[str, Any]:
-        """The fields that this group sets, by name."""
+        """Return the fields that this group sets, by name."""
         return {name: value for name in FIELDS if (value := getattr(self, name)) is not None}
 
 
@@ -120,7 +119,7 @@ def resolve(
     groups: Sequence[LayerGroup], layer_names: Sequence[str], lengths: Mapping[str, int], prefix: str = "", *,
     aliases: Mapping[str, str] | None = None, modules: Sequence[str] = (),
 ) -> dict[str, Resolved]:  # fmt: skip
-    """Decide every field of every layer. A layer that no group matches gets Resolved(), in which no field is set.
+    """Decide every field of every layer. A layer without a matching group gets Resolved(), in which no field is set.
 
     layer_names  dotted names of the layers that can be converted
     lengths      dotted name of each container (ModuleList, Sequential; "" is the model) -> number of its children
@@ -130,8 +129,8 @@ def resolve(
     modules      names of all modules, which a group with convert = false may match; the group then covers all layers in
                  the module
 
-    Raises ValueError for two groups of one name, a pattern that matches no layer (with the nearest names), and a group
-    whose fields later groups override on every layer.
+    Raises ValueError for groups with equal names, for a pattern that matches no layer (the message lists similar names), and
+    for a group whose fields later groups override on every layer.
     """
     names = [group.name for group in groups]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -149,7 +148,7 @@ def resolve(
 def _layers_of(
     group: LayerGroup, layers: Mapping[str, str], modules: Sequence[str], lengths: Mapping[str, int], prefix: str
 ) -> set[str]:
-    """Layers that a group matches. `layers`: every name of a layer -> the first name of the layer."""
+    """Return the layers that a group matches. `layers`: each name or alias of a layer -> the first name of the layer."""
     whole = group.convert is False
     names = list(dict.fromkeys([*layers, *modules])) if whole else list(layers)
     asked_by = f"layer group {group.name!r}"
@@ -167,7 +166,7 @@ def _layers_of(
 
 
 def _resolve_layer(groups: Sequence[LayerGroup]) -> Resolved:
-    """The fields of a layer that all of `groups` match."""
+    """Return the fields of a layer. `groups`: the groups that match the layer, in order."""
     setters = {name: [group for group in groups if name in group.fields()] for name in FIELDS}
     return Resolved(
         **{name: getattr(by[-1], name) for name, by in setters.items() if by},
@@ -183,6 +182,6 @@ def _check_not_shadowed(group: LayerGroup, layers: Sequence[Resolved]) -> None:
     if group.name not in winners:
         takers = ", ".join(map(repr, winners))
         raise ValueError(
-            f"group {group.name!r} is left with no layer: every layer that the group matches is taken by {takers}; "
+            f"group {group.name!r} has no effect: on every matching layer, its fields are overridden by {takers}; "
             f"move this group after them, narrow their patterns, or remove this group"
         )

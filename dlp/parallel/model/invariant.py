@@ -1,13 +1,16 @@
 """`dlp.convert(..., invariant=True)`: equal bits on every mesh.
 
-    GEMMs, biases     `dlp.parallel.linear.canonical`
-    replicated norms  run once for each canonical segment of tokens or heads, so that every kernel gets tensors of equal
-                      shapes on every mesh; gradients of the segments are added by the tree (`Segments`)
-    microbatches      a microbatch is the unit of sums over tokens. Microbatch g of data-parallel rank d is piece g x D + d of
-                      the global batch. FSDP adds D neighbours by the tree; `GradientTree` adds these sums over microbatches
+Each sum is divided into canonical segments, which are the same on every mesh. The sums of the segments are added by a binary
+tree (`dlp.kernels.canonical`), called "the tree" in this file. A mesh changes only which rank computes a segment.
 
-The mesh therefore changes only the number of equal pieces that a rank computes. Layers that cannot be invariant are refused by
-name (`check_plan`).
+    GEMMs, biases     see `dlp.parallel.linear.canonical`
+    replicated norms  run once for each canonical segment of tokens or heads, so that every kernel gets tensors of equal
+                      shapes on every mesh; the tree adds the gradients of the segments (`Segments`)
+    microbatches      D data-parallel ranks divide the global batch into microbatches: microbatch g of rank d has index
+                      g x D + d. For each g, FSDP adds the gradients of the D ranks by the tree; `GradientTree` adds the
+                      sums of successive g
+
+`check_plan` raises ValueError for a layer that cannot be invariant.
 """
 
 from __future__ import annotations
@@ -39,13 +42,13 @@ RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mx
 _ENGINE = torch.autograd.Variable._execution_engine
 
 
-# What is refused
+# Checks before conversion
 
 
 def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
     """Raise ValueError for a mesh, device or amax group that has no invariant mode."""
     if device_type not in CHECKS:
-        raise ValueError(f"invariant = true: ranks are on CPUs or CUDA; this mesh is on {device_type}: leave it out")
+        raise ValueError(f"invariant = true supports CPUs and CUDA; this mesh is on {device_type}: leave invariant out")
     if dims.cp > 1:
         raise ValueError(
             f"invariant = true: cp = {dims.cp}: attention sums gradients of keys over the ranks of cp, in an order that "
@@ -54,13 +57,13 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
     for axis, size in reversed(dims.sizes.items()):
         if size not in RANKS:
             raise ValueError(
-                f"invariant = true: {axis} = {size}: a sum is a tree of {canonical.SEGMENTS} segments, of which each rank owns "
-                f"a subtree; use {', '.join(map(str, RANKS))}"
+                f"invariant = true: {axis} = {size}: each sum is a binary tree over {canonical.SEGMENTS} segments, and each "
+                f"rank computes one subtree; use {', '.join(map(str, RANKS))}"
             )
     if dims.dp_replicate > 2:
         raise ValueError(
-            f"invariant = true: dp_replicate = {dims.dp_replicate}: FSDP adds gradients of more than 2 replicas in an order of "
-            f"its own; use dp_replicate 1 or 2, and dp_shard for the rest"
+            f"invariant = true: dp_replicate = {dims.dp_replicate}: FSDP adds gradients of more than 2 replicas in an order "
+            f"that is not fixed; use dp_replicate 1 or 2, and dp_shard for the rest"
         )
     if amax_group != "auto":
         raise ValueError(
@@ -70,7 +73,7 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
 
 
 def check_threads() -> None:
-    """Raise ValueError for several threads: torch divides gradients of norms and large sums among threads."""
+    """Raise ValueError if torch uses several threads, among which torch divides large sums and gradients of norms."""
     threads = torch.get_num_threads()
     if threads != 1:
         raise ValueError(
@@ -80,8 +83,8 @@ def check_threads() -> None:
 
 
 def check_determinism() -> None:
-    """Raise ValueError where CUDA functions of torch, such as the backward of attention, add in the order of
-    arrival."""
+    """Raise ValueError unless torch uses deterministic algorithms. Otherwise CUDA functions, such as the backward of attention,
+    add in the order of arrival."""
     if not torch.are_deterministic_algorithms_enabled():
         raise ValueError(
             "invariant = true: functions of torch add in the order of arrival on GPUs, such as the backward of attention; set "
@@ -89,18 +92,18 @@ def check_determinism() -> None:
         )
 
 
-# Checks of a process, by device type
+# Checks of the settings of a process, by device type
 CHECKS: dict[str, Callable[[], None]] = {"cpu": check_threads, "cuda": check_determinism}
 
 
 def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> Plan:
-    """Return the plan of an invariant model: ranks agree on an amax wherever tp shards a dimension that the scale
-    spans, and GEMMs run with strategy "serial". Raises ValueError for a layer that cannot be invariant."""
+    """Return the plan with the settings of an invariant model: amax_scope "all", so that ranks agree on each amax whose scale
+    covers values of several ranks, and strategy "serial". Raises ValueError for a layer that cannot be invariant."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("dlp.ops"):
             raise ValueError(
-                f"invariant = true: {name or 'the model'} is a {type(module).__name__} of dlp.ops, whose fusions add in an "
-                f"order of their own; use plain modules ([model] fused = false)"
+                f"invariant = true: {name or 'the model'} is a {type(module).__name__} of dlp.ops, whose fusions add in "
+                f"another order; use plain modules ([model] fused = false)"
             )
         if isinstance(module, _DropoutNd) and module.p > 0:
             raise ValueError(
@@ -111,7 +114,7 @@ def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> P
     for other in plan.others:
         if other.partial and (other.style != "replicated" or not holds_vectors(kinds[other.name])):
             raise ValueError(
-                f"invariant = true: {other.name} ({other.kind}) computes on a part of the tokens or heads of one rank, "
+                f"invariant = true: {other.name} ({other.kind}) reads only the tokens or heads of one rank, "
                 f"which is invariant only for modules whose parameters are vectors, such as norms; convert it, or take it out "
                 f"of the sequence-parallel groups"
             )
@@ -119,13 +122,14 @@ def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> P
 
 
 def holds_vectors(module: nn.Module) -> bool:
-    """Whether a module may run in segments: it has no modules inside, and its parameters are vectors."""
+    """Whether a module may run in segments: the module has no children, and its parameters are vectors."""
     return not any(True for _ in module.children()) and all(
         p is None or p.dim() == 1 for p in module._parameters.values()
     )
 
 
 def _checked(row: LayerPlan, tp: int, batch: tuple[int, int] | None) -> LayerPlan:
+    """Return the row of an invariant linear. Raises ValueError for a linear that cannot be invariant on this mesh."""
     asked, style = row.recipe, row.row
     recipe = replace(asked, amax_scope="all")
     why = _refused(row, asked)
@@ -135,31 +139,31 @@ def _checked(row: LayerPlan, tp: int, batch: tuple[int, int] | None) -> LayerPla
         why = next(scope_notes(recipe, style, local, tokens), None) if tp > 1 else None
         cut, unit = ("in_features", recipe.units[2]) if style.shard_dim == 1 else ("out_features", recipe.units[1])
         if why is None and tp > 1 and style.shard_dim is not None and local[style.shard_dim] % unit:
-            why = f"tp leaves {local[style.shard_dim]} {cut} to a rank, no multiple of {unit}, to which GEMMs of {recipe} pad"
+            why = f"the {local[style.shard_dim]} {cut} of a tp rank are not a multiple of {unit}, to which {recipe} pads GEMMs"
         if why is None and tp > 1 and style.partial_weight_grad and (tokens is None or tokens % recipe.units[0]):
-            why = f"its {tokens} tokens on a rank are no multiple of {recipe.units[0]}, to which GEMMs of {recipe} pad"
+            why = f"the {tokens} tokens of a rank are not a multiple of {recipe.units[0]}, to which {recipe} pads GEMMs"
     if why is not None:
         raise ValueError(f"invariant = true: {row.name}: {why}; or leave invariant out")
     return replace(row, recipe=recipe, overlap="serial", choices=())
 
 
 def _refused(row: LayerPlan, recipe: Recipe) -> str | None:
-    """Reason why a layer cannot be invariant on any mesh; None: the layer can be invariant."""
+    """Return the reason why a layer cannot be invariant on any mesh; None: the layer can be invariant."""
     if recipe.name not in RECIPES or recipe.y is not None or recipe.dx is not None or recipe.x.clips or recipe.w.clips:
-        return f"recipe {recipe}: the recipes are {', '.join(RECIPES)}"
+        return f"recipe {recipe} is not invariant; use {', '.join(RECIPES)}, without rounded results and clipping"
     wires = [gemm for gemm in GEMMS if getattr(recipe, gemm).wire != "hp"]
     if wires:
-        return f"{recipe} carries partial sums of {wires[0]} in another format than fp32; leave wire out"
+        return f"{recipe} sends partial sums of {wires[0]} in another format than fp32; leave wire out"
     if HELD in row.notes:
-        return "its weight is held as codes only; leave quantized_model_init out"
+        return "the weight is quantized-only; leave quantized_model_init out"
     if row.made_by_hand:
-        return "it was constructed explicitly; let dlp.convert make it from an nn.Linear"
+        return "the layer was constructed explicitly; let dlp.convert create it from an nn.Linear"
     if row.options.delay_wgrad:
-        return "delay_wgrad = true adds weight gradients after backward; leave it out"
-    replaced = {choice.gemm for choice in row.choices}  # "auto" chose among strategies, and chooses serial here
+        return "delay_wgrad = true adds weight gradients after backward; leave delay_wgrad out"
+    replaced = {choice.gemm for choice in row.choices}  # "auto" chose these strategies, so serial may replace them
     asked = row.overlap if isinstance(row.overlap, dict) else dict.fromkeys(GEMMS, row.overlap)
     if any(strategy not in ("auto", "serial") for gemm, strategy in asked.items() if gemm not in replaced):
-        return f"overlap = {row.overlap!r}: partial sums are added by the tree, not in chunks; use serial"
+        return f"overlap = {row.overlap!r}: partial sums are added in a fixed order, not by chunks; use serial"
     return None
 
 
@@ -167,7 +171,7 @@ def _refused(row: LayerPlan, recipe: Recipe) -> str | None:
 
 
 class _Fan(torch.autograd.Function):
-    """`count` views of a parameter; their gradients are added by the tree, then over the ranks of `group`."""
+    """Return `count` views of a parameter. Backward adds their gradients by the tree, then over the ranks of `group`."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, count: int, group: ProcessGroup | None) -> tuple[Tensor, ...]:
@@ -181,8 +185,12 @@ class _Fan(torch.autograd.Function):
 
 
 class Segments:
-    """Segments in which a replicated module runs. dim: the dimension of x that is cut, 0: tokens, -2: heads; group: the ranks
-    that share the dimension; None: this rank has the full dimension."""
+    """Division of the input of a replicated module into canonical segments.
+
+    name   name of the module, for messages
+    dim    dimension of x that is divided: 0 (tokens) or -2 (heads)
+    group  the ranks over which this dimension is sharded; None: this rank has the full dimension
+    """
 
     def __init__(self, name: str, dim: int, group: ProcessGroup | None) -> None:
         self.name, self.dim, self.group = name, dim, group
@@ -194,9 +202,12 @@ class Segments:
     def run(
         self, forward: Callable[..., Tensor], parameters: dict[str, Any], held: Mapping[str, Any], inputs: tuple[Any, ...]
     ) -> Tensor:  # fmt: skip
-        """The module's result for x, computed segment by segment. `parameters`: the parameters that `forward` reads;
-        `held`: this rank's plain tensors of `parameters`. Raises ValueError for a module whose result on segments
-        differs."""
+        """Run `forward` on each segment of x, the only element of `inputs`, and return the concatenated results.
+
+        parameters  dict from which `forward` reads parameters; filled anew for each segment
+        held        this rank's local tensors of these parameters
+
+        The first call raises ValueError if the result on segments differs from the result on all tokens."""
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise ValueError(
                 f"invariant = true: {self.name} must be called with one tensor; got {len(inputs)} arguments"
@@ -205,7 +216,7 @@ class Segments:
         odd = next((name for name, p in held.items() if p is not None and p.numel() != x.shape[-1]), None)
         if self.dim == -2 and odd is not None:
             raise ValueError(
-                f"invariant = true: {self.name} reads features that tp cuts, and {odd} has {held[odd].numel()} elements for "
+                f"invariant = true: {self.name} reads features that tp shards, and {odd} has {held[odd].numel()} elements for "
                 f"{x.shape[-1]} features: only norms of heads [..., heads, features] are invariant there; leave "
                 f"invariant out, or compute {self.name} on all features"
             )
@@ -228,8 +239,8 @@ class Segments:
         whole = forward(matrix)
         if whole.shape != y.shape or not torch.allclose(whole.float(), y.float(), rtol=0.02, atol=1e-3, equal_nan=True):
             raise ValueError(
-                f"invariant = true: {self.name} does not compute each token by itself, so that it cannot run on segments of "
-                f"tokens; leave its parameters out (convert = false)"
+                f"invariant = true: {self.name} does not compute tokens independently, so it cannot run on segments of "
+                f"tokens; leave the module out (convert = false)"
             )
         self.checked = True
 
@@ -238,13 +249,13 @@ class Segments:
 
 
 class InvariantSession(Session):
-    """A session in which the random bits of a microbatch depend on its position in the global batch.
+    """Session in which the random bits of a microbatch depend on the index of the microbatch in the global batch.
 
-    The counter is the number of the microbatch in the global batch, from 1; data-parallel ranks run neighbouring
-    microbatches."""
+    The counter of stochastic rounding is this index plus 1. Data-parallel ranks run consecutive microbatches at a time.
+    `dp`: index of this data-parallel rank, and number of data-parallel ranks."""
 
     def __init__(self, *, dp: tuple[int, int] = (0, 1), **state: Any) -> None:
-        super().__init__(**state)  # rows of a microbatch are numbered as on one rank
+        super().__init__(**state)  # without dp: rows of a microbatch are numbered as on one rank
         self.place = dp
 
     def count_microbatch(self) -> None:
@@ -264,20 +275,22 @@ class InvariantSession(Session):
 class GradientTree:
     """Add gradients of the microbatches of a step by a binary tree.
 
-    A backward leaves the gradient of one microbatch; `parameter.grad` is the sum so far:
+    Each backward computes the gradient g of one microbatch. After the backward, `parameter.grad` is the sum so far:
 
-        microbatch   0     1      2          3                      stack   sums of 1, 2, 4, ... microbatches, as the digits of
-        grad         g0  g0+g1  (g0+g1)+g2  (g0+g1)+(g2+g3)                 a binary number
+        microbatch   0     1      2           3
+        grad         g0    g0+g1  (g0+g1)+g2  (g0+g1)+(g2+g3)
+
+    A stack holds sums of 1, 2, 4, ... microbatches, like the digits of a binary number.
     """
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
         self.model, self._check_process = model, CHECKS[device_type]
-        self._task: int | None = None
-        # By index in `_stored`: (number of microbatches, their sum)
+        self._task: int | None = None  # id of the running backward
+        # Index in `_stored` -> stack of (number of microbatches, sum of their gradients)
         self._stacks: dict[int, list[tuple[int, Tensor | None]]] = {}
-        self._given: dict[int, Tensor] = {}
-        self._checksums: dict[int, int] = {}
-        self._stored: list[nn.Parameter] = []
+        self._given: dict[int, Tensor] = {}  # index in `_stored` -> gradient that the last backward left in `grad`
+        self._checksums: dict[int, int] = {}  # index in `_stored` -> checksum of this gradient
+        self._stored: list[nn.Parameter] = []  # parameters that optimizers hold
         self._records: list[Managed] = []
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._watch)
@@ -317,15 +330,16 @@ class GradientTree:
         call_in_backward(output, self._begin)
 
     def _begin(self, grad: Tensor) -> None:
-        """Take the sums back from the parameters, once per backward, when the backward reaches an output of the model."""
+        """Check that `grad` still holds the sums of the last backward, and clear `grad`. Runs once per backward, when the
+        backward reaches an output of the model."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
         self._task = task
         if not all(record.reduces for record in self._records):
             raise RuntimeError(
-                "invariant = true: FSDP must reduce the gradients of each microbatch, since sums of microbatches are not added "
-                "in the order of backward: leave set_requires_gradient_sync(False) out"
+                "invariant = true: FSDP must reduce the gradients of each microbatch, before gradients of microbatches "
+                "are added: leave set_requires_gradient_sync(False) out"
             )
         for i, parameter in enumerate(self._stored):
             given, grad_now = self._given.get(i), local_grad(parameter)
@@ -338,11 +352,12 @@ class GradientTree:
         _ENGINE.queue_callback(self._after_fsdp)
 
     def _after_fsdp(self) -> None:
-        """Queue the sum behind FSDP's final callback, which is queued by now, so that sharded gradients exist."""
+        """Queue `_end` behind FSDP's final callback, which is already queued and writes the sharded gradients."""
         _ENGINE.queue_callback(self._end)
 
     @torch.no_grad()
     def _end(self) -> None:
+        """Add the gradients of this backward to the stacks, and write the sums so far into `grad`."""
         self._task, self._given = None, {}
         for i, parameter in enumerate(self._stored):
             stack = self._stacks.setdefault(i, [])
@@ -363,18 +378,18 @@ def _check_units(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and "dlp_gathering" not in vars(module):
             raise ValueError(
-                f"invariant = true: {name or 'the model'} was sharded by torch's fully_shard, which adds gradients in an order "
-                f"of its own; use dlp.fully_shard"
+                f"invariant = true: {name or 'the model'} was sharded by torch's fully_shard, which adds gradients in another "
+                f"order; use dlp.fully_shard"
             )
 
 
 def _checksum(grad: Tensor) -> int:
-    """Checksum of a gradient; version counters do not see changes of DTensors."""
+    """Return a checksum that detects changes of a gradient. The version counter of a DTensor does not count all changes."""
     return int(checksums(grad))
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right; None is a gradient that was not computed."""
+    """Return left + right, where None stands for a gradient that was not computed."""
     if left is None or right is None:
         return right if left is None else left
     return left + right

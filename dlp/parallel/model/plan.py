@@ -1,7 +1,7 @@
 """The plan: a printable record of the conversion of each layer, decided and checked from the model without ranks.
 
     Plan           rows of layers (`dlp.parallel.model.rows`), other modules and parameters; printed as tables
-    make_plan      modules and groups ──► rows ──► checks of rows against each other
+    make_plan      modules and groups ──► rows ──► checks that rows fit each other
     check_flow     checks that the styles of layers fit each other
 
 No rank, device or process group is needed, so a plan for any world can be printed on a laptop. Styles fit if each sharded
@@ -14,9 +14,10 @@ output is the input of a layer that expects this sharding:
     COLUMN_SP               sharded -> full  full -> sharded
     ROW_SP                  full -> sharded  sharded -> full
 
-A plan knows no dataflow, so the check looks at blocks, the children of a ModuleList: each block needs both column and row
-layers, which agree on whether tokens are sharded between blocks. Outside of blocks a model may split and join tokens anywhere.
-There, style and sequence_parallel count as one choice: a later group that overrides one of them must set both.
+The plan does not know the dataflow, so `check_flow` checks each block (child of a ModuleList): a block with column layers needs
+row layers and vice versa, and both must agree on whether tokens are sharded between blocks. Outside of blocks a model may split
+and join tokens anywhere. In all layers, style and sequence_parallel are set together: a later group that overrides one of them
+must set both.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class Plan:
         tp: number of tensor-parallel ranks.
         device_type: "cpu" or "cuda".
         weights: one entry for each parameter.
-        left_out: modules with parameters that are not converted, by the module that caused the exclusion.
-        warnings: options of groups that layers cannot have, and recipes that are known to need other layers.
-        times: measured times by which overlap = "auto" was decided; None: no times.
-        invariant: equal bits on every mesh.
+        left_out: name of each left-out module -> names of the modules with parameters in it, including itself.
+        warnings: recipes that groups set for modules other than linears, and nvfp4 in the last block of a model.
+        times: measured times from which overlap = "auto" was decided; None: there were none.
+        invariant: results are bitwise equal on every mesh.
 
     Examples:
         >>> plan = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [dlp.LayerGroup("all", "**", recipe="mxfp8")], tp=1)
@@ -84,7 +85,7 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Parameters per tp rank, before FSDP."""
+        """Number of parameters per tp rank, before FSDP."""
         return sum(row.parameters for row in self.layers) + sum(row.parameters for row in self.others)
 
     def __str__(self) -> str:
@@ -102,7 +103,7 @@ class Plan:
         return "\n".join([*lines, *_note_lines(self.layers), *(f"warning: {text}" for text in self.warnings)])
 
     def _chosen(self) -> list[str]:
-        """Lines that list the strategies chosen by "auto", and the reasons."""
+        """Return lines that list the strategies that "auto" chose, with times or reasons."""
         rows = [
             (row.name, each)
             for row in self.layers
@@ -113,13 +114,13 @@ class Plan:
         if not rows or (len(whys) == 1 and rows[0][1].why):
             return [f"\noverlap: serial for layers without a strategy from a group: {why}" for why in whys]
         said = [
-            f"overlap by times of {self.times}; measured times are of a pass, predicted times of one GEMM and "
-            f"its transfer"
+            f"overlap chosen by the times of {self.times}; measured times are for a forward or backward, predicted times for "
+            f"one GEMM and its transfer"
         ]
         return ["", *said, *table(auto.HEADER, fold([auto.cells(*row) for row in rows]))]
 
     def choices(self) -> list[dict[str, Any]]:
-        """The choices of "auto", by layer."""
+        """Return the decisions of "auto", one dict for each layer and GEMM."""
         return [{"layer": row.name, **each._asdict()} for row in self.layers for each in row.choices]
 
 
@@ -135,9 +136,9 @@ def make_plan(
         tp: number of tensor-parallel ranks.
         device_type: "cpu" or "cuda".
         batch: (B, S) of a microbatch; required with sequence parallelism.
-        overlap_table: times of `dlp.parallel.tune`, by which overlap = "auto" is decided; None: the shipped table of the GPU.
+        overlap_table: times of `dlp.parallel.tune`, from which overlap = "auto" is decided; None: the shipped table of the GPU.
         transport: carrier of transfers over tp: "mapped", "nccl" or "gloo"; "": the transport of the table.
-        board: for a `device_type` that this machine does not have: part of the GPU's name.
+        board: part of the name of the GPU, for a `device_type` that this machine does not have.
 
     Returns:
         The printable `Plan`.
@@ -198,7 +199,7 @@ def _rows(
 
 
 def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], tp: int) -> list[LayerPlan]:
-    """The rows, in which a linear whose weight is tied to an earlier module counts only its bias, with a note."""
+    """Return the rows, where a linear whose weight is tied to an earlier module counts only its bias and gets a note."""
     owners: dict[int, str] = {}
     for name, module in modules.items():
         for parameter in module._parameters.values():
@@ -214,7 +215,8 @@ def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan],
 
 
 def _sibling_sets(layers: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> dict[str, tuple[str, ...]]:
-    """Map each layer name to the names of its siblings: the same parent module, with siblings set by the same group."""
+    """Map each layer that has siblings to the names of all its siblings, including the layer: linears of one parent whose
+    `siblings` is set by the same group."""
     sets: dict[tuple[str, str], list[LayerPlan]] = {}
     for row in layers:
         if resolved[row.name].siblings:
@@ -244,8 +246,7 @@ def _check_siblings(rows: Sequence[LayerPlan]) -> None:
 
 
 def _check_ties(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], others: Sequence[OtherPlan]) -> None:
-    """Raise ValueError for a parameter that several modules share with different shardings, since it remains one
-    parameter."""
+    """Raise ValueError if modules share a parameter, but the plan shards the parameter differently in these modules."""
     cuts = {row.module: row.row.shard_dim for row in layers}
     cuts |= {row.name: 0 if row.style == "vocab" else None for row in others}
     first: dict[int, str] = {}
@@ -262,8 +263,8 @@ def _check_ties(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], o
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Names of the blocks that `check_flow` checks one at a time: each child of a ModuleList whose children have one class,
-    else the whole list."""
+    """Return the names of the blocks that `check_flow` checks: each child of a ModuleList if all children have the same class,
+    else the list as one block."""
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
@@ -273,7 +274,7 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def _fp4_in_last_block(model: nn.Module, layers: Sequence[LayerPlan]) -> list[str]:
-    """Warn for each outermost list of blocks whose last block has linears in nvfp4."""
+    """Return a warning for each outermost ModuleList whose last block has linears in nvfp4."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     warnings = []
@@ -292,7 +293,7 @@ def _fp4_in_last_block(model: nn.Module, layers: Sequence[LayerPlan]) -> list[st
 def check_flow(
     layers: Sequence[LayerPlan], names: Sequence[str], groups: Sequence[LayerGroup], resolved: Mapping[str, Resolved]
 ) -> None:
-    """Raise ValueError, naming a layer, for styles that no block can run. `names`: names of the blocks."""
+    """Raise ValueError, naming a layer, if the styles of a block do not fit each other. `names`: names of the blocks."""
     order = {group.name: place for place, group in enumerate(groups)}
     by_name = {group.name: group for group in groups}
     for row in layers:
@@ -308,6 +309,7 @@ def check_flow(
 
 
 def _parents(name: str) -> list[str]:
+    """Return the names of the modules around a module, from the outermost."""
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts))]
 
@@ -332,8 +334,8 @@ def _check_one_choice(
 
 
 def _check_features(block: str, rows: Sequence[LayerPlan]) -> None:
-    """Raise ValueError for a block with row layers and no column layer, or with a final column layer that no row layer
-    follows."""
+    """Raise ValueError for a block with row layers and no column layer, or with column layers before its last layer and no row
+    layer."""
     columns, takes = ([row for row in rows if row.style == style] for style in ("column", "row"))
     if takes and not columns:
         raise ValueError(
@@ -350,7 +352,7 @@ def _check_features(block: str, rows: Sequence[LayerPlan]) -> None:
 
 
 def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> None:
-    """Raise ValueError for a block in which only some layers work on token shards, or no layer gathers the shards."""
+    """Raise ValueError for a block in which only some layers work on token shards, or no layer gathers the token shards."""
     takes = [row for row in rows if row.style == "row"]
     for row in takes:
         near = _partners(row, rows)
@@ -370,8 +372,8 @@ def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, 
 
 
 def _partners(row: LayerPlan, rows: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """Column layers from which a row layer may get its features: the column layers in the innermost enclosing module
-    that has some."""
+    """Return the column layers that may produce the input of a row layer: those in the innermost enclosing module that has
+    column layers."""
     for owner in reversed(_parents(row.name)):
         near = [other for other in rows if other.style == "column" and other.name.startswith(f"{owner}.")]
         if near:
@@ -380,7 +382,7 @@ def _partners(row: LayerPlan, rows: Sequence[LayerPlan]) -> list[LayerPlan]:
 
 
 def _refuse(block: str, row: LayerPlan, other: LayerPlan) -> None:
-    what, whats = ("token shards" if its.sequence_parallel else "whole tokens" for its in (row, other))
+    what, whats = ("token shards" if its.sequence_parallel else "all tokens" for its in (row, other))
     raise ValueError(
         f"{row.name}: this layer works on {what} and {other.name} in {block} on {whats}; set the same "
         f"sequence_parallel for both"
@@ -388,8 +390,8 @@ def _refuse(block: str, row: LayerPlan, other: LayerPlan) -> None:
 
 
 INVARIANT = (
-    "invariant = true: equal bits on every mesh, by sums of 8 segments in a fixed order in place of other GEMMs; partial sums "
-    "and gradients travel in fp32"
+    "invariant = true: results are bitwise equal on every mesh; GEMMs add 8 segments in a fixed order, and partial sums and "
+    "gradients are sent in fp32"
 )
 _LAYER_HEADER = (
     "layer", "N x K", "style", "siblings", "recipe", "overlap", "fprop / dgrad / wgrad", "params/rank", "group", "overrode",
@@ -398,7 +400,7 @@ _OTHER_HEADER = ("module", "kind", "style", "tp gradient", "params/rank")
 
 
 def _note_lines(layers: Sequence[LayerPlan]) -> list[str]:
-    """Each note once, with the layers that have this note."""
+    """Return each note once, with the layers that have this note."""
     names: dict[str, list[str]] = {}
     for row in layers:
         for note in row.notes:
@@ -407,6 +409,7 @@ def _note_lines(layers: Sequence[LayerPlan]) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
+    """Return the only name, or "NAME and N more"."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -431,7 +434,7 @@ _Path = tuple[tuple[str, ...], Row]  # components of the name, the other cells
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format header and rows as lines with a rule; each column is as wide as the longest cell."""
+    """Format header and rows as lines of text, with a line of dashes below the header."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -441,14 +444,14 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Merge rows of the children 3, 4, 5 of a container into one row "name.3:6" (a slice, and a pattern of layer groups) if all
-    rows below them are otherwise equal. Other rows are kept, in order."""
+    """Merge consecutive children of a container whose rows are equal: rows of name.3, name.4 and name.5 become one row
+    "name.3:6", which is also a pattern of layer groups. Other rows stay, in order."""
     paths = [(tuple(row[0].split(".")), tuple(row[1:])) for row in rows]
     return [(".".join(parts), *cells) for parts, cells in _fold(paths)]
 
 
 def _fold(paths: Sequence[_Path]) -> list[_Path]:
-    # a component, the number of children that it stands for, the entries below it
+    # (first component of the name, number of merged children, folded rows below the component)
     runs: list[tuple[str, int, list[_Path]]] = []
     for head, group in groupby(paths, key=lambda path: path[0][0]):
         below = [(parts[1:], cells) for parts, cells in group]

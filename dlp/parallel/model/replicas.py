@@ -4,17 +4,16 @@
     tp                          parameters that tp does not shard: norms, replicated biases, local linears
     dp_shard, dp_replicate      parameters that FSDP does not shard over the axis
 
-Two comparisons, before optimizer steps that `dlp.parallel.model.checks.looks` names (the first ten, then each hundredth):
+Before the first ten optimizer steps, and then before every hundredth (`dlp.parallel.model.checks.looks`), ranks compare:
 
-    gradients over tp    until each parameter has had a gradient. The error names the cause: the module reads sharded
-                     activations
-    values, all axes     the change of a digest since the last comparison. This finds a rank that skips a layer or a
-                         step,
-                     and a dp rank that trains alone, whatever caused the difference of gradients
+    gradients over tp    until each parameter has had a nonzero gradient. A difference means that the module of the parameter
+                         reads sharded activations
+    values, all axes     changes of a digest since the last comparison. A difference means that a rank skipped a layer or a
+                         step, or that a dp rank trains alone
 
-A digest is the norm of a tensor and sums of its parts, in fp64. A comparison costs one pass over the parameters, two small
-collectives per axis and one wait for the device; a step between comparisons costs nothing. The bytes are counted under the
-layer CHECKS, and the ledger does not compare them with a plan.
+A digest consists of the norm of a tensor and of sums of its parts, in fp64. A comparison reads all parameters once, and costs
+two small collectives per axis and one wait for the device; steps between comparisons cost nothing. Ledgers count the bytes
+under the layer name CHECKS and do not compare them with a plan.
 
 `check_replicas` compares samples of the values before a checkpoint.
 """
@@ -42,29 +41,30 @@ from dlp.parallel.weight.parameters import is_placeholder
 Groups = Mapping[str, ProcessGroup]
 PARTS = 8  # number of consecutive parts, and of interleaved parts, whose sums a digest holds
 SAMPLE = 1024  # number of values of a parameter that are compared before a checkpoint
-TOLERANCE = 1e-2  # relative to the norm: gradients, and samples before a checkpoint
-DRIFT = 1e-3  # relative to the change since the last comparison
-# relative to the root mean square: differences that rounding explains
+TOLERANCE = 1e-2  # largest accepted difference relative to the norm, of gradients and of samples before a checkpoint
+DRIFT = 1e-3  # largest accepted difference of values, relative to their change since the last comparison
+# Differences that rounding explains, relative to the root mean square of the values
 ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-12}
-COARSE = 1e-4  # like ROUNDING, for narrower dtypes
+COARSE = 1e-4  # the same for other dtypes
 
 
 def wide(groups: Groups) -> dict[str, ProcessGroup]:
-    """Axes with more than one rank."""
+    """Return the axes with more than one rank."""
     return {axis: group for axis, group in groups.items() if group.size() > 1}
 
 
 class Replicas:
     """Compare replicas of a model's parameters.
 
-    `partial`: names of parameters whose gradients are summed over tp, and not compared. `groups`: this rank's group on
-    each mesh axis."""
+    partial  names of parameters with partial gradients over tp, which are not compared
+    groups   mesh axis -> this rank's process group on the axis
+    """
 
     def __init__(self, model: nn.Module, partial: Iterable[str], groups: Groups) -> None:
         self.model, self._partial, self.groups = model, set(partial), wide(groups)
         self._unseen: dict[str, None] | None = None  # parameters that have not had a gradient
         self._before: dict[str, Tensor] = {}  # digests at the last comparison
-        self._own: set[tuple[str, str]] = set()  # (axis, plain parameter) that users shard themselves
+        self._own: set[tuple[str, str]] = set()  # (axis, name) of plain parameters that the user has sharded
         self._steps = 0  # steps of optimizers that are not attached
 
     def holds_some(self, optimizer: Optimizer) -> bool:
@@ -74,14 +74,14 @@ class Replicas:
         return any(id(p) in held for p in own)
 
     def look_unattached(self) -> None:
-        """Compare replicas before a step of an optimizer that is not attached. This method also counts such steps."""
+        """Compare replicas before a step of an optimizer that is not attached, and count the step."""
         self.look(self._steps)
         self._steps += 1
 
     def look(self, step: int) -> None:
-        """Compare replicas before step number `step`, counted from 0. All ranks call it.
+        """Compare replicas before step number `step`, counted from 0, if a comparison is due. All ranks call this method.
 
-        Raises RuntimeError, on the ranks that share the parameter, naming the parameter and the cause."""
+        Raises RuntimeError that names the parameter and the cause, on all ranks that hold the parameter."""
         if not self.groups or not looks(step):
             return
         parameters = values_of(self.model)
@@ -105,7 +105,7 @@ class Replicas:
                 self._own |= {(axis, name) for name, is_equal in zip(names, equal, strict=True) if not is_equal}
 
     def _on(self, axis: str, parameters: Mapping[str, Tensor]) -> list[str]:
-        """Names of the parameters that the ranks of an axis share."""
+        """Return the names of the parameters that are replicated on the ranks of an axis."""
         return [name for name, p in parameters.items() if is_replicated(p, axis) and (axis, name) not in self._own]
 
     def _compare_gradients(self, parameters: Mapping[str, Tensor], group: ProcessGroup) -> None:
@@ -150,14 +150,13 @@ class Replicas:
 
 
 def _rounding(parameter: Tensor, digested: Tensor) -> Tensor:
-    """Upper bound of the difference of sums that rounding explains, fp32 []."""
+    """Return the largest difference of digests that rounding explains, fp32 []."""
     count = max(1, (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).numel())
     return digested[0].float() * (ROUNDING.get(parameter.dtype, COARSE) / count**0.5)
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters in high precision, by name. A quantized-only weight is represented by its master weight, if there is
-    one."""
+    """Return the parameters in high precision by name, and the master weights of quantized-only weights."""
     found: dict[str, Tensor] = {
         name: p
         for name, p in model.named_parameters()
@@ -170,17 +169,17 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_replicated(parameter: Tensor, axis: str) -> bool:
-    """Whether all ranks of an axis hold the parameter, or the same shard of it. Plain parameters count as replicated."""
+    """Whether the ranks of an axis hold the same values of the parameter. Plain parameters count as replicated."""
     placement = placement_on(axis, parameter)
     return placement is None or isinstance(placement, Replicate)
 
 
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> Tensor:
-    """Numbers by which ranks compare tensors, or this rank's shards of them, fp64 [tensors, 2 + 2 PARTS].
+    """Return digests of tensors, or of this rank's shards of DTensors, fp64 [tensors, 2 + 2 PARTS].
 
-    The numbers are the norm, the sums of consecutive and of interleaved parts, and the sum of the remainder; each sum is
-    divided by the root of its count. `absent`: tensors for which the numbers are zero."""
+    A digest holds the norm, the sums of PARTS consecutive and of PARTS interleaved parts, each divided by the square root of
+    the number of elements in the part, and the sum of the remaining elements. `absent`: tensors whose digest is zero."""
     rows = []
     for place, tensor in enumerate(tensors):
         flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
@@ -202,7 +201,7 @@ def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> T
 
 @torch.no_grad()
 def gather(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Digests of all ranks of the group, fp32 [R, tensors, numbers]."""
+    """Return the digests of all ranks of the group, fp32 [R, tensors, numbers]."""
     with observer.label(layer=CHECKS, purpose="other"):
         (seen,) = collectives.all_gather((torch.stack(list(rows)).float()[None],), (0,), group).wait()
     return seen
@@ -210,7 +209,7 @@ def gather(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, groups: Groups) -> None:
-    """Compare the replicas of DTensors over each axis, in a sample of SAMPLE values. All ranks call it.
+    """Compare about SAMPLE values of each replicated DTensor over each axis. All ranks call this function.
 
     Raises RuntimeError naming the first parameter whose replicas differ by more than TOLERANCE of the norm."""
     for axis, group in wide(groups).items():
@@ -228,7 +227,7 @@ def check_replicas(model: nn.Module, groups: Groups) -> None:
 
 
 def replicated(model: nn.Module, axis: str) -> Iterator[tuple[str, DTensor]]:
-    """The DTensors that all ranks of an axis hold."""
+    """Yield name and parameter of each DTensor that is replicated on an axis."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and is_replicated(parameter, axis):
             yield name, parameter
@@ -262,6 +261,7 @@ def _remedy(axis: str) -> str:
 
 
 def values_differ(name: str, axis: str, step: int | None) -> str:
+    """Return the message for a parameter whose values differ. `step`: number of completed steps; None: initial values."""
     if step is None:
         return (
             f"{_kind_of(name, axis)} begin with different values: initialize the model with the same torch.manual_seed "
@@ -273,9 +273,9 @@ def values_differ(name: str, axis: str, step: int | None) -> str:
 def gradients_differ(
     model: nn.Module, bad: Sequence[str], norms: Mapping[str, list[float]], group: ProcessGroup
 ) -> str:
-    """Message for parameters whose gradients differ, in the order of the model. All tp ranks call it.
+    """Return the message for parameters `bad` whose gradients differ. All tp ranks call this function.
 
-    The module of the last parameter is the nearest to the cause, since backward begins there."""
+    The message is about the module of the last of these parameters, in which backward finds the first difference."""
     path = bad[-1].rpartition(".")[0]
     name = next(each for each in bad if each.rpartition(".")[0] == path)
     said = (
@@ -310,7 +310,7 @@ def gradients_differ(
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module draws random numbers in forward."""
+    """Whether a module is a dropout that is active in training."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
 
 

@@ -5,9 +5,9 @@
     OtherPlan       any other module with parameters
     ParameterPlan   a parameter: the shape on a tp rank, and whether the gradient is partial there
 
-The notes of a layer tell where the layer deviates from the name of its recipe: an operand is gathered in high precision, a GEMM
-decodes an operand because the other operand is not quantized, results are rounded, codes depend on tp although
-`amax_scope="all"`. A note also tells how the device runs the recipe.
+The notes of a layer list deviations from the recipe: an operand is gathered in high precision, a GEMM decodes an operand
+because the other operand is not quantized, results are rounded, or codes depend on tp although `amax_scope="all"`.
+`support_note` describes how the device runs a recipe.
 """
 
 from __future__ import annotations
@@ -42,15 +42,19 @@ BY_HAND = "constructed explicitly: layer groups can change only recipe and overl
 class LayerPlan:
     """Row of one linear.
 
+    name        name of the layer
     shape       (N, K) of the unsharded weight
-    siblings    names of all siblings, including this layer
-    kernels     kernels of fprop, dgrad, wgrad
+    style       "column", "row" or "local"
+    siblings    names of all siblings, including this layer; () if the layer has none
+    overlap     strategy, or strategies by GEMM
+    kernels     names of the kernels of fprop, dgrad, wgrad
     parameters  number of parameters on this rank, before FSDP
-    group       field -> the group whose value is used
-    overrode    field -> the groups whose values are overridden
-    weight      name of the parameter
+    group       the groups whose values are used, and their fields: "edges (recipe), qkv (style)"
+    overrode    by field, the groups that a later group overrides: "recipe: all, edges; style: all"; "" if there are none
+    weight      full name of the weight parameter
     notes       remarks that the columns do not show
-    choices     strategies that "auto" chose in `overlap`
+    choices     the decisions of overlap = "auto"; () if groups set the strategies
+    return_bias forward returns (y without bias, bias)
     one_dgrad   the dgrads of all siblings are one GEMM (`dlp.quant.siblings`)
     """
 
@@ -74,24 +78,31 @@ class LayerPlan:
 
     @property
     def module(self) -> str:
-        """Name of the module. It equals the name of the row, except for an explicitly constructed layer with several
-        weights."""
+        """Name of the module. It differs from `name` only if an explicitly constructed layer has several weights, and thus
+        several rows."""
         return self.weight.rpartition(".")[0]
 
     @property
     def made_by_hand(self) -> bool:
+        """Whether the layer was constructed explicitly, rather than by `dlp.convert`."""
         return BY_HAND in self.notes
 
     @property
     def row(self) -> ParallelStyle:
+        """The row of the style table."""
         return style(self.style, self.sequence_parallel)
 
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """Row of a module with parameters that does not become a linear, with style "vocab", "replicated" or "left out".
+    """Row of a module with parameters that is not converted to a parallel linear.
 
-    `reads_cut`: the module reads features that tp shards."""
+    name        name of the module
+    kind        class name of the module
+    style       "vocab" (embedding sharded along the vocabulary), "replicated" or "left out"
+    parameters  number of parameters on this rank, before FSDP
+    reads_cut   the module reads features that tp shards
+    """
 
     name: str
     kind: str
@@ -102,7 +113,7 @@ class OtherPlan:
 
     @property
     def partial(self) -> bool:
-        """Whether gradients on a tp rank are partial sums."""
+        """Whether the gradients on a tp rank are partial sums, which must be added over tp."""
         return self.style != "vocab" and (self.sequence_parallel or self.reads_cut)
 
 
@@ -110,8 +121,10 @@ class OtherPlan:
 class ParameterPlan:
     """Row of the plan for a parameter. A parameter with several names is listed under the first name.
 
-    shape: on a tp rank, before FSDP. partial: the gradient on a tp rank covers only the rank's own tokens. shared: several
-    modules have the parameter."""
+    shape    shape on a tp rank, before FSDP
+    partial  the gradient on a tp rank is a partial sum over the rank's tokens or features
+    shared   several modules have this parameter
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -121,8 +134,15 @@ class ParameterPlan:
 
 @dataclass(frozen=True)
 class Place:
-    """The setting of a plan: the number of tp ranks, the device type, (B, S) of a microbatch, the times for choosing strategies
-    or the reason why there are none, and the carrier of transfers over tp, as in `make_plan`."""
+    """Setting of a plan; see the arguments of `make_plan`.
+
+    tp           number of tp ranks
+    device_type  "cpu" or "cuda"
+    batch        (B, S) of a microbatch; None: not known
+    times        measured times from which overlap = "auto" is decided; None: there are none
+    no_times     reason why there are no times
+    transport    carrier of transfers over tp; "": not known
+    """
 
     tp: int
     device_type: str
@@ -133,7 +153,7 @@ class Place:
 
 
 def plan_linear(name: str, module: nn.Linear, chosen: Resolved, place: Place) -> LayerPlan:
-    """Row of an nn.Linear. Raises ValueError for options of its groups that the linear cannot have."""
+    """Return the row of an nn.Linear. Raises ValueError for group options that this linear does not support."""
     if chosen.sequence_parallel and place.batch is None:
         raise ValueError(
             f"{name}: sequence parallelism needs the shape of a microbatch: pass batch=(B, S) to convert, split tokens with "
@@ -147,7 +167,7 @@ def plan_linear(name: str, module: nn.Linear, chosen: Resolved, place: Place) ->
 
 
 def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> Iterator[LayerPlan]:
-    """Rows of an explicitly constructed layer, one for each weight."""
+    """Yield the rows of an explicitly constructed layer, one for each weight."""
     core: Any = module.core
     spec, members = core.spec, core.members
     style_name, sequence_parallel = next(key for key, row in STYLES.items() if row is spec.style)
@@ -190,7 +210,7 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
         )
     tokens = batch[0] * batch[1] // tp if batch is not None else None
 
-    # the chosen value, or the default; each lookup rejects a value that does not fit
+    # the value that a group set, or the default; each lookup raises ValueError for an unsupported value
     style_name = chosen.style or "local"
     row = style(style_name, sequence_parallel)
     local = shard_sizes(row, *shape, tp, name)
@@ -223,7 +243,7 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
 
 
 def _overlap(value: str | Mapping[str, str] | None, layer: str) -> Asked:
-    """Strategies chosen by groups, with each name checked. Raises ValueError for an unknown strategy."""
+    """Return the overlap strategies that groups set. Raises ValueError for an unknown strategy or GEMM."""
     chosen = dict(value) if isinstance(value, Mapping) else value or AUTO
     for gemm, strategy in chosen.items() if isinstance(chosen, dict) else [(GEMMS[0], chosen)]:
         if gemm not in GEMMS:
@@ -234,7 +254,7 @@ def _overlap(value: str | Mapping[str, str] | None, layer: str) -> Asked:
 
 
 def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
-    """The rows, in which "auto" is replaced by the chosen strategies."""
+    """Return the rows, with "auto" in `overlap` replaced by the chosen strategies."""
     by_name, found = {row.name: row for row in rows}, dict[str, tuple[Asked, tuple[Choice, ...]]]()
     for row in rows:
         names = row.siblings or (row.name,)
@@ -252,7 +272,7 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
 
 
 def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
-    """Note for a strategy that overlaps transfers with GEMMs while transfers over tp use NCCL."""
+    """Yield a note if a group sets a strategy that overlaps transfers with GEMMs, and the transfers use NCCL."""
     asked = row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
     names = sorted({*asked} - {AUTO, SERIAL})
     if names and place.transport == NCCL and place.tp > 1 and row.style != "local":
@@ -263,6 +283,7 @@ def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
 
 
 def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, str]:
+    """Return the names of the kernels of fprop, dgrad and wgrad. Raises ValueError for a GEMM that no kernel runs."""
     names = []
     for gemm in GEMMS:
         a, b = (quantizer.format for quantizer in recipe.operands(gemm))
@@ -272,7 +293,7 @@ def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, st
 
 
 def with_siblings(row: LayerPlan, names: tuple[str, ...], device_type: str) -> LayerPlan:
-    """The row of a layer with these siblings (itself included; none: the layer is alone), whose dgrads may be one GEMM."""
+    """Return the row with `names`, all siblings including this layer, or (). The dgrads of siblings may be one GEMM."""
     fprop, dgrad, wgrad = row.kernels
     a, b = (quantizer.format for quantizer in row.recipe.operands("dgrad"))
     formats = together(a, b, len(names), device_kind(device_type))
@@ -282,7 +303,7 @@ def with_siblings(row: LayerPlan, names: tuple[str, ...], device_type: str) -> L
 
 
 def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> OtherPlan:
-    """Row of a module that is not a linear, or is left out."""
+    """Return the row of a module that is not a linear, or is left out of the conversion."""
     count = sum(p.numel() for p in module._parameters.values() if p is not None)
     sequence_parallel = bool(chosen.sequence_parallel)
     if chosen.convert is not False and isinstance(module, nn.Embedding) and chosen.style == "column":
@@ -293,7 +314,7 @@ def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> Other
             f"{name}: style {chosen.style!r} is for linears; {type(module).__name__} is replicated: set 'column' if "
             f"the module reads features that are sharded over tp, else 'local'"
         )
-    reads_cut = chosen.style == "column"  # after a column-parallel linear every rank has all tokens
+    reads_cut = chosen.style == "column"  # after a column-parallel linear, each rank has all tokens
     style = "left out" if chosen.convert is False else "replicated"
     return OtherPlan(name, type(module).__name__, style, sequence_parallel and not reads_cut, count, reads_cut)
 
@@ -317,10 +338,12 @@ def plan_parameters(
     modules: Mapping[str, nn.Module], linears: Mapping[str, ParallelStyle], vocabulary: set[str], partial: set[str],
     tp: int,
 ) -> tuple[ParameterPlan, ...]:  # fmt: skip
-    """Each parameter of these modules once.
+    """Return one row for each parameter of `modules`; a shared parameter has one row.
 
-    linears: style of each linear. vocabulary: embeddings that tp shards. partial: other modules whose gradients on a tp rank
-    are partial sums."""
+    linears     name of each linear -> its style
+    vocabulary  names of embeddings that tp shards
+    partial     names of other modules whose gradients on a tp rank are partial sums
+    """
     found: dict[int, ParameterPlan] = {}
     for name, module in modules.items():
         for key, parameter in module._parameters.items():
@@ -340,10 +363,10 @@ def plan_parameters(
 def _treatment(
     name: str, key: str, style: ParallelStyle | None, vocabulary: set[str], partial: set[str]
 ) -> tuple[int | None, bool]:
-    """The dimension of a parameter that tp shards, and whether the gradient is partial."""
+    """Return the dimension of a parameter that tp shards (None: replicated), and whether the gradient is a partial sum."""
     if style is None:
         return (0, False) if name in vocabulary else (None, name in partial)
-    if key.startswith("weight"):  # a layer with several weights numbers them
+    if key.startswith("weight"):  # a layer with several weights has weight_0, weight_1, ...
         return style.shard_dim, style.partial_weight_grad
     return (0 if style.shard_dim == 0 else None), style.partial_bias_grad
 
@@ -352,11 +375,12 @@ ORIENTATIONS = ("rowwise", "columnwise")
 
 
 def layer_notes(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> tuple[str, ...]:
-    """Notes of one layer. `tokens`: tokens of a microbatch on one rank of a sequence-parallel layer; None if not known."""
+    """Return the notes of one layer. `tokens`: tokens of a microbatch on a rank under sequence parallelism; None: not known."""
     return (*_travel(recipe, style, tokens), *_mixed(recipe), *_rounded(recipe))
 
 
 def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterator[str]:
+    """Yield notes if the gathered operand is sent in high precision, or in more bytes than bf16."""
     if style.gathers is None:
         return
     plan = linear_plan(recipe, style, 1, tokens)
@@ -382,17 +406,17 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
 
 
 def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], tokens: int | None) -> Iterator[str]:
-    """Notes on codes that depend on tp although `amax_scope="all"`: blocks that tp splits get other scales than on one
-    rank.
+    """Yield a note for each operand whose codes depend on tp although `amax_scope="all"`: a block that tp splits gets other
+    scales than on one rank.
 
-    local: w [N, K] of a rank. tokens: tokens of a rank; None if not known."""
+    local: (N, K) of w on a rank. tokens: number of tokens on a rank; None: not known."""
     if recipe.amax_scope != "all":
         return
     features = {"x": local[1], "dy": local[0]}
     for name in OPERANDS:
         operand: Operand = getattr(recipe, name)
         cut = style.cut(name)
-        # a gathered operand consists of complete blocks, or is cast after the gather
+        # shards of a gathered operand consist of complete blocks, or the operand is cast after the gather
         if cut is None or style.gathers == name:
             continue
         size = local[cut] if name == "w" else features[name] if cut else tokens
@@ -406,25 +430,25 @@ def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], to
 
 
 def _kept_note(recipe: Recipe, style: ParallelStyle, options: LayerOptions, tokens: int | None) -> tuple[str, ...]:
-    """Note on the memory that `save_original_input` costs a layer whose x no other module saves."""
+    """Return a note that compares the saved bytes of x with and without `save_original_input`; () if they are equal."""
     own, chosen = linear_plan(recipe, style, 1, tokens), linear_plan(recipe, style, 1, tokens, kept=options.keeps)
     if own.kept == chosen.kept:
         return ()
     operand = 2 * _share_of_bf16(recipe.x.columnwise)
     return (
-        f"x takes 2.00 bytes per element in bf16, or 0 if another module keeps x; the quantized operand would take "
-        f"{operand:.2f}",
+        f"save_original_input: x is saved in bf16, 2.00 bytes per element, or 0 if another module saves the same tensor; the "
+        f"quantized operand would take {operand:.2f}",
     )
 
 
 def _share_of_bf16(*quantizers: Quantizer) -> float:
-    """Size of an operand of these quantizers, for a large matrix, relative to bf16."""
+    """Return the bytes of a large matrix that is quantized by all of `quantizers`, divided by the bytes in bf16."""
     size = (4096, 4096)
     return sum(each.format.nbytes(size, torch.bfloat16) for each in quantizers) / (2 * size[0] * size[1])
 
 
 def _mixed(recipe: Recipe) -> Iterator[str]:
-    """GEMMs with exactly one operand in high precision."""
+    """Yield a note for each GEMM with exactly one operand in high precision: the other operand is decoded."""
     for which in GEMMS:
         formats = [quantizer.format for quantizer in recipe.operands(which)]
         a, _, b, _ = GEMM_OPERANDS[which]
@@ -435,6 +459,7 @@ def _mixed(recipe: Recipe) -> Iterator[str]:
 
 
 def _rounded(recipe: Recipe) -> Iterator[str]:
+    """Yield a note for each result (y, dx) that the recipe rounds to a low-precision format."""
     for result in RESULTS:
         quantizer = getattr(recipe, result)
         if quantizer is not None:
@@ -444,7 +469,8 @@ def _rounded(recipe: Recipe) -> Iterator[str]:
 def support_note(recipe: Recipe, device_type: str) -> str:
     """Describe how this device runs the recipe: "fp8_current: native (torch._scaled_mm)", or one entry per GEMM.
 
-    On a GPU the note also tells how casts run: "casts by kernel", "casts by reference (native kernels need nvcc, ...)".
+    On a GPU the note also names the implementation of casts: "casts by kernel", "casts by reference (native kernels need
+    nvcc, ...)".
     """
     by_gemm = {}
     for which in GEMMS:
@@ -458,16 +484,16 @@ def support_note(recipe: Recipe, device_type: str) -> str:
 
 
 def capture_note(recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """The reason why no pass of a layer with this recipe is captured on GPUs, for any transport; "" if passes
-    may be captured."""
+    """Return a note with the reason why forward and backward under this recipe cannot be captured on GPUs; () if they can, and
+    on CPUs."""
     if device_type == "cpu" or not recipe.beyond_launches:
         return ()
-    return (f"forward and backward are launched kernel by kernel: {recipe.beyond_launches}",)
+    return (f"kernels of forward and backward are launched one by one: {recipe.beyond_launches}",)
 
 
 def _casts(recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """The implementation of casts, once if all operands have the same, else per operand; "" if the recipe quantizes
-    nothing."""
+    """Return the implementation of casts: one text if all operands use the same, else a list by operand; () if the recipe
+    quantizes nothing."""
     by_operand: dict[str, str] = {}
     for name in OPERANDS:
         operand: Operand = getattr(recipe, name)

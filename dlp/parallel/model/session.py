@@ -1,12 +1,13 @@
 """Session: the `StepState` of the layers of one model, with the step boundary around the model.
 
     steps       optimizer steps so far
-    swaps       recipe changes that were made; scheduled: future changes (`dlp.parallel.model.boundary`)
-    stale       the weights that have changed since the boundary cast them (`dlp.parallel.model.checks`)
+    swaps       recipe changes that were made
+    scheduled   future recipe changes (`dlp.parallel.model.boundary`)
+    stale       detects weights that have changed since the boundary cast them (`dlp.parallel.model.checks`)
     lockstep    checks that ranks run the same forwards and steps in the first step
 
-Passes read a `dlp.parallel.linear.state.StepState`. A Session adds the hooks of the model and of optimizers. The step boundary
-itself is `dlp.parallel.model.boundary`.
+Layers read only the base class `dlp.parallel.linear.state.StepState`. A Session adds the hooks of the model and of optimizers.
+`dlp.parallel.model.boundary` implements the step boundary.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ _STEPPING: ContextVar[list[Session] | None] = ContextVar("dlp_stepping", default
 
 
 class Session(StepState):
-    """State of one model with a step boundary, which `convert` or `attach` has added; see the module.
+    """State of a model for which `convert` or `attach` has set up the step boundary; see also the module docstring.
 
-    plan                the `Plan` that `convert` returned; None for layers that were constructed explicitly
-    optimizers          attached optimizers, see `count_step`
-    stale               the weights that have changed since the boundary cast them
-    at_first_forward    called once, with the model
-    sums                sums of partial gradients over tp; None if there are none
-    replicas            `Replicas` of the model that `convert` or `attach` was called with
-    meets               handle of the hook `meet`
+    plan                the `Plan` that `convert` returned; None if `attach` created the session
+    optimizers          attached optimizer -> whether it has stepped in the current step, see `count_step`
+    at_first_forward    function that the first forward calls with the model; None afterwards
+    sums                `PartialGradients` of the model; None: tp has no partial gradients
+    replicas            `Replicas` of the model
+    meets               handle of the forward pre-hook `meet`
     """
 
     def __init__(self, **state: Any) -> None:
@@ -53,7 +53,7 @@ class Session(StepState):
         self.optimizers: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
         self.stale = StaleWeights()
         self.at_first_forward: Callable[[nn.Module], None] | None = None
-        self.sums: Any = None  # see `sum_partial`
+        self.sums: Any = None
         self.replicas: Any = None
         self.lockstep = Lockstep(self.groups)
         self.meets: RemovableHandle | None = None
@@ -91,14 +91,14 @@ class Session(StepState):
     # ---- hooks of the model
 
     def meet(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """First forward pre-hook of the session's model: compare the actions of ranks in the first step."""
+        """First forward pre-hook of the session's model: in the first step, check that all ranks run the same forwards."""
         if torch.compiler.is_dynamo_compiling() or self.lockstep.over or not torch.is_grad_enabled():
             return
         if self.cores and not (in_backward() or capturing()):
             self.lockstep.forward((args, kwargs), self.cores[0].device, is_sharded(model))
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the session's model."""
+        """Forward pre-hook of the session's model: drop casts of changed weights, and count the microbatch."""
         if self.at_first_forward is not None and not torch.compiler.is_dynamo_compiling():
             look, self.at_first_forward = self.at_first_forward, None
             look(model)
@@ -128,7 +128,7 @@ class Session(StepState):
         return any(swap.step <= self.steps + 1 for swap, _ in self.scheduled)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """Add an optimizer that is attached now. ValueError for an optimizer that is attached already."""
+        """Register an optimizer. Raises ValueError for an optimizer that is attached already."""
         if optimizer in self.optimizers:
             raise ValueError(
                 "dlp.attach: this optimizer is attached to this model already; call dlp.attach once per optimizer"
@@ -138,8 +138,8 @@ class Session(StepState):
     def count_step(self, optimizer: Optimizer) -> None:
         """Count a step of an attached optimizer.
 
-        Several optimizers step one after the other, and a step of each is one step of the session: `optimizers` maps
-        each attached optimizer to whether the optimizer has made this step already."""
+        With several optimizers, one step of each counts as one step of the session: `optimizers` maps each optimizer to
+        whether it has stepped in the current step of the session."""
         found = _STEPPING.get()
         if found is not None and self not in found:
             found.append(self)
@@ -150,7 +150,7 @@ class Session(StepState):
         self.optimizers[optimizer] = True
 
     def before_any_step(self, optimizer: Optimizer) -> None:
-        """Pre-hook of the steps of all optimizers: the checks that also run without `attach`."""
+        """Pre-hook of the steps of all optimizers: run the checks that do not require `attach`."""
         if self.replicas is None or not self.replicas.groups or (self.attached and self.lockstep.over):
             return
         if torch.compiler.is_dynamo_compiling() or not self.replicas.holds_some(optimizer):
@@ -164,18 +164,18 @@ class Session(StepState):
             self.sums.check_complete(optimizer)
 
     def look(self) -> None:
-        """Compare replicas before the next step, if `replicas` is due. For steps that a CUDA graph replays, which call
-        no hooks."""
+        """Compare replicas before the next step, if a comparison is due. Replays of a CUDA graph, which run no hooks, call this
+        method."""
         if self.replicas is not None:
             self.replicas.look(self.steps)
 
     def after_any_step(self, optimizer: Optimizer) -> None:
-        """Post-hook of the steps of all optimizers, attached or not."""
+        """Post-hook of the steps of all optimizers: record weights that an optimizer without `attach` has changed."""
         foreign, layers = optimizer not in self.optimizers, [core.weights for core in self.cores]
         if foreign and self.stale.count_step(optimizer, layers) and self.attached:
             self.note(
-                f"an {type(optimizer).__name__} that is not attached has changed weights, which are cast where they "
-                f"are used until the next step of an attached optimizer: call dlp.attach for this optimizer too"
+                f"an {type(optimizer).__name__} that is not attached has changed weights; until the next step of an "
+                f"attached optimizer, each forward and backward casts them: call dlp.attach for this optimizer too"
             )
 
     def share(self, memo: dict[int, Any]) -> None:
@@ -199,7 +199,7 @@ def stepping(found: list[Session]) -> Iterator[None]:
 
 
 def session_of(model: nn.Module) -> Session:
-    """The session of this model, or of the converted model inside it. Raises ValueError before `convert` or `attach`."""
+    """Return the session of this model, or of the converted model in it. Raises ValueError before `convert` or `attach`."""
     root = converted_root(model)
     if root is None:
         raise ValueError("this model has no step boundary yet: call dlp.convert or dlp.attach on the model first")
@@ -208,7 +208,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def converted_root(model: nn.Module) -> nn.Module | None:
-    """The module that `convert` or `attach` was called with: this model, or a module in it; None if there is none.
+    """Return the module that `convert` or `attach` was called with: this model, or a module in it; None if there is none.
 
     Raises ValueError if there are several."""
     if "dlp_session" in vars(model):
@@ -228,7 +228,7 @@ def give_session(model: nn.Module, session: Session) -> None:
 
 
 _WATCHING: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions of models that are alive
-_REGISTERED: list[RemovableHandle] = []  # the two hooks
+_REGISTERED: list[RemovableHandle] = []  # handles of the two hooks below
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -244,8 +244,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _watch_optimizers(session: Session) -> None:
     """Call `before_any_step` and `after_any_step` around each step of any optimizer, as long as the session exists.
 
-    The hooks are never removed: torch iterates over hooks while they run, and the end of a model in that loop must not
-    remove a hook."""
+    The hooks are never removed: torch iterates over the hooks while they run, and a model that is freed during this loop must
+    not change them."""
     if not _REGISTERED:
         _REGISTERED.append(register_optimizer_step_pre_hook(_before_step))
         _REGISTERED.append(register_optimizer_step_post_hook(_after_step))
@@ -283,7 +283,7 @@ def not_finite(model: nn.Module) -> list[str]:
 
 @contextmanager
 def watch_scales(model: nn.Module) -> Iterator[None]:
-    """Check in each gather that parts which are not sent are equal on all ranks. A context manager for debugging.
+    """Check in each gather that scales which are not sent are equal on all ranks. A context manager for debugging.
 
     Each gather costs one small reduction and a wait for the device. All ranks enter the region together.
 
@@ -294,7 +294,7 @@ def watch_scales(model: nn.Module) -> Iterator[None]:
         None.
 
     Raises:
-        RuntimeError: on all ranks of the tp group, where these parts differ.
+        RuntimeError: on all ranks of the tp group, if these scales differ.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -314,9 +314,9 @@ def watch_scales(model: nn.Module) -> Iterator[None]:
 def graphing(model: nn.Module) -> Iterator[None]:
     """Prepare layers of a model for `torch.cuda.make_graphed_callables`. A context manager.
 
-    Warm-up passes inside the region leave no amaxes, no non-finite flags and no microbatches behind. Replays run kernels and no
-    Python: the step boundary, outside the graph, updates operands of weights and delayed scales in place, and a recipe stays as
-    captured. Afterwards a recipe change of these layers raises ValueError. To change a recipe, delete `model.block.forward`,
+    Warm-up passes inside the region do not change amaxes, non-finite flags and the microbatch counter. Replays run kernels and
+    no Python: the step boundary, outside the graph, updates operands of weights and delayed scales in place, and a recipe stays
+    as captured. Afterwards a recipe change of these layers raises ValueError. To change a recipe, delete `model.block.forward`,
     set the recipe inside a new region, and capture again. Release results of earlier passes, such as a loss, before the
     capture: autograd nodes that they keep alive belong to the default stream, for which a capture must not wait.
 
@@ -368,6 +368,6 @@ def without_effects(session: Session) -> Iterator[None]:
 
 
 def _written(session: Session, delayed: bool) -> list[Tensor]:
-    """Tensors that passes write, and that a step boundary or the next pass reads."""
+    """Return the tensors that passes write, and that a step boundary or the next pass reads."""
     staged = [session.scaling.table.staging] if delayed else []
     return [*staged, *session.flags.now, *([session.counter] if session.draws and session.cores else [])]

@@ -2,19 +2,17 @@
 
     steps, microbatch      int64 []       completed optimizer steps, and the counter of stochastic rounding
     swaps                  uint8 [bytes]  JSON: the recipe changes made so far
-    slots.NAME.scale       fp32 []        delayed scaling of one tensor, NAME as in "layers.0.mlp.up_proj.x"
-    slots.NAME.history     fp32 [L]
+    slots.NAME.scale       fp32 []        delayed scale of a tensor; NAME is, for example, "layers.0.mlp.up_proj.x"
+    slots.NAME.history     fp32 [L]       amaxes of the last L steps (amax_history_len)
     slots.NAME.target      fp32 []        the value onto which the scale maps the amax: fp8_max * 2^-margin
-    masters.NAME           fp32 [N, K]   master weight of a quantized-only weight, if an optimizer steps on masters; a
-                           DTensor
-                                          if the weight is a DTensor
+    masters.NAME           fp32 [N, K]    master weight of a quantized-only weight, if an optimizer updates master weights;
+                                          a DTensor if the weight is a DTensor
 
-Slots are equal on all ranks if all ranks share scales (the default), so that a checkpoint loads on any mesh. With a narrower
-amax group slots have a leading dimension of ranks; on the same mesh each rank loads its own slots, on another mesh each rank
-loads the maximum of the histories, and the scales computed from the maximum.
+Slots are equal on all ranks if all ranks share scales (the default), so that a checkpoint loads on any mesh. With a smaller
+amax group, slots have a leading dimension of ranks. On the same mesh each rank then loads its own slots; on another mesh all
+ranks load the maximum of the histories, and scales computed from the maximum.
 
-A value that is saved once must be equal on the ranks that share it; `check_scales` and `check_replicas` verify this
-first.
+A replicated value is saved once. `check_scales` and `check_replicas` first verify that its replicas are equal.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from dlp.quant.state import SlotState, SlotTable
 from dlp.quant.tensor import SHARED
 
 PREFIX, MASTERS, TARGET = "slots.", "masters.", "target"
-# By kind of tensor
+# Requirements on loaded values, by kind of tensor; part of error messages
 RULES = {
     "scale": "finite floats above 0",
     TARGET: "finite floats above 0",
@@ -58,14 +56,15 @@ RULES = {
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the state of recipes and scales of a model, as copies on the device of the model.
 
-    All ranks call `state_dict` together. A model of layers that were constructed explicitly has the names that `dlp.attach`
-    would give.
+    All ranks call `state_dict` together. In a model that was neither converted nor attached, explicitly constructed layers have
+    the names that `dlp.attach` would give them.
 
     Args:
-        model: converted model.
+        model: converted model, or model with explicitly constructed layers.
 
     Returns:
-        Tensors by name: delayed scales and amax histories, recipe changes, masters, random counters.
+        Tensors by name: delayed scales and amax histories, recipe changes, master weights, number of steps, and the counter of
+        stochastic rounding.
 
     Raises:
         ValueError: for a model without layers of dlp.
@@ -103,7 +102,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_files: Collection[Path] = ()) -> list[str]:
-    """Restore the result of `dlp.state_dict` on this or another mesh: recipe changes first, then scales, masters and counters.
+    """Restore the result of `dlp.state_dict` on this or another mesh: recipe changes, then scales, master weights and counters.
 
     Args:
         model: converted model.
@@ -113,7 +112,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
 
     Returns:
         Lines for the log: scales that start without history because the recipe of a layer has changed, saved scales that no
-        layer of the model reads, and missing masters.
+        layer of the model reads, and missing master weights.
 
     Raises:
         ValueError: for a state that does not belong to this model, and for a recipe change that cannot be repeated.
@@ -157,15 +156,15 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
 
 
 def _check_numbers(state: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
-    """ValueError, before anything is changed, for invalid scales and histories, and for masters that are not floating-point or
-    have another shape. A history may contain Inf: the amax of a skipped step."""
+    """Raise ValueError for invalid scales and histories, and for master weights that are not finite floats or have another
+    shape. Nothing is loaded yet. A history may contain Inf: the amax of a skipped step."""
     for key, tensor in state.items():
         kind = "master" if key.startswith(MASTERS) else key.rpartition(".")[2] if key.startswith(PREFIX) else ""
         if not kind:
             continue
         if not _is_valid(local_values(tensor), kind):
             raise ValueError(
-                f"load_state_dict: {key} must be {RULES[kind]}: restore a checkpoint from before, or leave the entry out"
+                f"load_state_dict: {key} must be {RULES[kind]}: load an earlier checkpoint, or remove this entry"
             )
     for name, master in masters.items():
         saved = state.get(f"{MASTERS}{name}", master)
@@ -177,6 +176,7 @@ def _check_numbers(state: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -
 
 
 def _is_valid(values: Tensor, kind: str) -> bool:
+    """Whether values meet RULES[kind]."""
     if not values.is_floating_point() or values.dtype.itemsize == 1:
         return False
     if kind == "history":
@@ -185,8 +185,8 @@ def _is_valid(values: Tensor, kind: str) -> bool:
 
 
 def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
-    """Read recipe changes from their JSON. Raises ValueError for other bytes, and for a recipe file that the checkpoint names
-    and `recipe_files` does not list."""
+    """Parse the saved recipe changes. Raises ValueError for bytes that are no such JSON, and for a change to a recipe from a
+    Python file that `recipe_files` does not list."""
     try:
         swaps = [Swap(**{**each, "layers": tuple(each["layers"])}) for each in json.loads(bytes(saved.tolist()))]
     except (ValueError, TypeError, KeyError) as error:
@@ -204,13 +204,13 @@ def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
 
 
 class NamedSession(NamedTuple):
-    """A session, and the names of its layers in the state; None keeps the layers' own names."""
+    """A session and `members`: name of a layer in the session -> name in the state dict; None: the names are equal."""
 
     session: StepState
     members: Mapping[str, str] | None = None
 
     def saved_as(self, slot: str) -> str:
-        """Name of a slot in the state."""
+        """Return the name of a slot in the state dict."""
         for own, name in (self.members or {}).items():
             if slot.startswith(f"{own}."):
                 return name + slot.removeprefix(own)
@@ -218,9 +218,9 @@ class NamedSession(NamedTuple):
 
 
 def _sessions(model: nn.Module) -> list[NamedSession]:
-    """The session of a model, or the sessions of its layers if the model has none.
+    """Return the session of a model, or the sessions of explicitly constructed layers if the model has no session.
 
-    Raises ValueError for a model without layers, and for a part of a converted model."""
+    Raises ValueError for a model without layers of dlp, and for a part of a converted model."""
     lone = {} if converted_root(model) is not None else layer_modules(model)
     if not lone or not all(module.core.session.lone for module in lone.values()):
         return [NamedSession(session_of(model))]
@@ -235,10 +235,9 @@ def _sessions(model: nn.Module) -> list[NamedSession]:
 
 
 def _load_slots(named: NamedSession, state: SlotState) -> list[str]:
-    """Load the slots that both the session and the checkpoint have.
+    """Load the slots that both the session and the checkpoint have, and return lines for the log about all other slots.
 
-    Returns sentences about the slots that are missing or differ in the checkpoint. Slots of autocast regions are loaded when
-    their region runs."""
+    Slots of autocast regions stay in `session.loaded` until a forward runs in the region."""
     session = named.session
     saved = state if named.members is None else _own(named, state)
     table = session.scaling.table if session.has_slots() else SlotTable({})
@@ -267,7 +266,7 @@ def _load_slots(named: NamedSession, state: SlotState) -> list[str]:
 
 
 def _dropped(sessions: Collection[NamedSession], saved: SlotState) -> list[str]:
-    """Return a sentence about saved slots that no layer of the model reads."""
+    """Return a line for the log if the checkpoint has slots that no layer of the model reads."""
     read = set[str]()
     for named in sessions:
         names = named.session.scaling.table.names if named.session.has_slots() else ()
@@ -281,7 +280,7 @@ def _dropped(sessions: Collection[NamedSession], saved: SlotState) -> list[str]:
 
 
 def _own(named: NamedSession, state: SlotState) -> SlotState:
-    """Slots of a state that belong to the layers of one session, by their names in the session."""
+    """Return the slots in a state dict that belong to one session, by their names in the session."""
     members = {name: own for own, name in (named.members or {}).items()}
     found = {}
     for slot, value in state.items():
@@ -293,6 +292,7 @@ def _own(named: NamedSession, state: SlotState) -> SlotState:
 
 
 def _of_rank(slots: SlotState, rank: int) -> SlotState:
+    """Return the slots of one rank from slots with a leading dimension of ranks."""
     return {name: {part: tensor[rank] for part, tensor in slot.items()} for name, slot in slots.items()}
 
 
@@ -308,7 +308,7 @@ def _differs_by_rank(session: StepState) -> bool:
 
 
 def _by_rank(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gather each tensor, with a new leading dimension over ranks, in one all-gather."""
+    """Gather the tensors of all ranks in one all-gather; each gathered tensor has a new leading dimension of ranks."""
     mine = torch.cat([tensor.reshape(-1) for tensor in flat.values()])
     assert dist.group.WORLD is not None
     (everyone,) = all_gather((mine[None],), (0,), dist.group.WORLD).wait()
@@ -319,8 +319,8 @@ def _by_rank(flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def check_scales(model: nn.Module) -> int:
     """Compare quantization state that must be equal on all ranks.
 
-    The state is delayed scales, agreed scales of weights, and parts of quantized shards that are not gathered. All ranks call
-    `check_scales` together.
+    This state consists of delayed scales, of weight scales that ranks share, and of the parts of quantized FSDP shards that
+    gathers do not send. All ranks call `check_scales` together.
 
     Args:
         model: converted model.
@@ -358,13 +358,13 @@ def _check_scales(session: StepState) -> int:
 
 
 def _delayed(session: StepState) -> Named:
-    """Delayed scales on which the amax group agrees, by name."""
+    """Return the delayed scales that the amax group shares, by name."""
     table, agreed = session.scaling.table, session.scaling.agreed.tolist()
     return {name: table.scale[i] for i, name in enumerate(table.names) if agreed[i]}
 
 
 def _weights(core: LayerState) -> Named:
-    """Scales of persistent weight operands that span the full tensor."""
+    """Return the scales of cast weights that are kept between steps, by name, if a scale covers the full weight."""
     found: Named = {}
     kept = core.weights.parts
     held = [] if kept is None else unflatten(core.spec.recipe.w, kept.parts, len(core.members))
@@ -378,7 +378,7 @@ def _weights(core: LayerState) -> Named:
 
 
 def _shards(weight: ShardedWeight) -> Named:
-    """Parts of a sharded weight's operands that are not gathered, since they are equal on all ranks."""
+    """Return the parts of a sharded weight's operands that gathers do not send, since all ranks hold equal copies."""
     return {
         f"{weight.name}.w {name} of {operand.format.name}": tensor
         for layout, operand in weight.own.items()

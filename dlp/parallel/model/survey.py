@@ -1,16 +1,15 @@
 """Survey: classify the modules of a model for conversion, and reject unsupported modules by name, without ranks.
 
-    exactly nn.Linear            becomes parallel
-    another class of linear      rejected by name, since its own forward would be lost; convert = true converts it
-                                 nevertheless
-    dlp's own layers             adopted: they keep their style; groups can change recipe and overlap
-    anything with parameters     replicated on tp: its forward sees plain tensors
-    convert = false              left out: replicated as well, for the module and all modules in it
+    nn.Linear                    becomes a parallel linear
+    subclass of nn.Linear        rejected by name, since its own forward would be lost, unless a group sets convert = true
+    explicit layer of dlp        keeps its style; groups can change recipe and overlap
+    other, with parameters       replicated on tp; its forward reads plain tensors
+    convert = false              left out: the module and all modules in it are replicated, too
 
-The attribute `dlp_made` of dlp's modules tells their origin: "by hand" (constructed explicitly), "by convert", or "vocabulary"
-for an embedding; so this file imports no layer. A module that reads parameters of another module would see DTensors. If the
-class shows
-this, the module is rejected by name; otherwise the error of the first forward gets a note (`explain`).
+The attribute `dlp_made` of dlp's modules is "by hand" (constructed explicitly), "by convert", or "vocabulary" (an explicitly
+constructed embedding); so this file need not import the layers. A module that reads parameters of another module would read
+DTensors. Known classes of such modules are rejected by name; for others, the error of the first forward gets a note
+(`explain`).
 
 `guard` rejects torch features that a converted model does not support:
 
@@ -39,7 +38,7 @@ from dlp.parallel.weight.parameters import check_is_parameter, check_plain
 
 LEAVE_OUT = "leave the module out by a layer group with convert = false"
 MIXED = ("got mixed torch.Tensor and DTensor", "is a DTensor, but layers read", "is called with a DTensor")
-# torch's module classes that read other modules' parameters; the first forward finds others
+# Known classes of torch that read the parameters of their child modules
 READ_OTHERS = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -48,12 +47,12 @@ READ_OTHERS = (
 
 @dataclass(frozen=True)
 class Survey:
-    """The modules of a model, as conversion sees them.
+    """Modules of a model, by dotted name. A module that is registered several times has a first name and aliases.
 
-    modules   modules that conversion treats, since they own parameters, by first name
-    aliases   further name -> first name
+    modules   first name -> module, for the modules that conversion treats because they own parameters
+    aliases   further name -> first name, of these modules
     names     first names of all modules
-    lengths   dotted name -> number of children, for containers
+    lengths   name of a ModuleList or Sequential -> number of children
     """
 
     modules: dict[str, nn.Module]
@@ -63,12 +62,12 @@ class Survey:
 
 
 def survey(model: nn.Module) -> Survey:
-    """Survey a model. Raises ValueError for a model of which a part is converted already."""
+    """Survey a model. Raises ValueError if the model, or a part of the model, is already converted or attached."""
     first: dict[int, str] = {}
     every = list(model.named_modules(remove_duplicate=False))
     for name, module in every:
         runtime = getattr(module, "dlp_session", None)
-        part = f"{name} of it" if name else "this model"
+        part = f"module {name}" if name else "this model"
         if runtime is not None and runtime.plan is None:
             raise ValueError(f"dlp.attach has been called on {part} already: dlp.convert comes first")
         if runtime is not None or getattr(module, "dlp_made", None) == "by convert":
@@ -85,12 +84,12 @@ def survey(model: nn.Module) -> Survey:
 
 
 def container_lengths(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, int]:
-    """Number of children of each ModuleList and Sequential by dotted name, for patterns (`dlp.quant.patterns`)."""
+    """Return the number of children of each ModuleList and Sequential by name, for patterns (`dlp.quant.patterns`)."""
     return {name: len(module) for name, module in modules if isinstance(module, nn.ModuleList | nn.Sequential)}
 
 
 def made_by_hand(module: nn.Module) -> bool:
-    """Whether this is an explicitly constructed layer of dlp."""
+    """Whether the module is an explicitly constructed layer of dlp."""
     return getattr(module, "dlp_made", None) == "by hand"
 
 
@@ -122,8 +121,8 @@ def check(name: str, module: nn.Module, convert: bool | None) -> None:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.max_norm is not None or module.sparse):
         what = "sparse gradients" if module.max_norm is None else "max_norm, which rewrites its weight in forward,"
         raise ValueError(
-            f"{name}: an embedding with {what} cannot be a DTensor: replace the module by an embedding without these "
-            f"before dlp.convert"
+            f"{name}: an embedding with {what} cannot be a DTensor: replace the module by an embedding without "
+            f"max_norm and sparse before dlp.convert"
         )
     if convert is False:
         return
@@ -141,7 +140,7 @@ def check(name: str, module: nn.Module, convert: bool | None) -> None:
 
 
 def check_readers(model: nn.Module, left: Mapping[str, Any]) -> None:
-    """Raise ValueError for a module whose forward reads the parameters of modules in it, unless the module is left out."""
+    """Raise ValueError for a module of READ_OTHERS, unless the module is left out."""
     for name, module in model.named_modules():
         if isinstance(module, READ_OTHERS) and name not in left:
             kind = _kind(module)
@@ -212,10 +211,9 @@ def unreached(
     modules: Mapping[str, nn.Module],
     linears: Collection[str],
 ) -> tuple[str, ...]:
-    """Warnings about matrices that a group's recipe matches but cannot change.
+    """Return warnings about modules with matrices that match a group with a recipe, which applies only to linears.
 
-    Raises ValueError for a group that sets fields of linears and matches no linear. `linears`: names of modules that
-    are linears."""
+    Raises ValueError for a group that sets fields of linears and matches no linear. `linears`: names of the linears."""
     warnings = []
     for group in groups:
         sets = [key for key in OF_LINEARS if key in group.fields()]
@@ -244,9 +242,8 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def explain(names: Mapping[int, str]) -> Callable[..., None]:
-    """Forward hook of the model, also called for errors: add a note to the error of a module that has read a DTensor.
-
-    `names`: names of modules by id."""
+    """Return a forward hook of the model that adds a note to an error if a module has read a DTensor. Register the hook with
+    `always_call=True`. `names`: names of modules by id."""
 
     def hook(model: nn.Module, args: Any, output: Any) -> None:
         error = sys.exc_info()[1]
@@ -262,8 +259,8 @@ def explain(names: Mapping[int, str]) -> Callable[..., None]:
 
 
 def _modules_of(error: BaseException, names: Mapping[int, str]) -> Iterator[nn.Module]:
-    """The model's modules whose methods are in an error's traceback, innermost first, without modules that were called
-    with the DTensor."""
+    """Yield the modules of the model whose methods are in the traceback of an error, innermost first. Modules that were called
+    with a DTensor are left out."""
     traceback, frames = error.__traceback__, []
     while traceback is not None:
         frames.append(traceback.tb_frame)
@@ -274,7 +271,7 @@ def _modules_of(error: BaseException, names: Mapping[int, str]) -> Iterator[nn.M
 
 
 def _is_given_a_dtensor(frame: FrameType) -> bool:
-    """Whether a DTensor is among the arguments of a running function."""
+    """Whether a DTensor is among the arguments of the function of a stack frame."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
     given = [frame.f_locals.get(name) for name in names]
@@ -283,7 +280,7 @@ def _is_given_a_dtensor(frame: FrameType) -> bool:
 
 
 class NotForDdp:
-    """List of ignored parameters, which DistributedDataParallel reads first from a model; reading the list raises."""
+    """Stand-in for the list of parameters that DistributedDataParallel ignores: raises ValueError when DDP reads the list."""
 
     def __init__(self, model: str) -> None:
         self.model = model
@@ -308,14 +305,14 @@ def check_no_fsdp1(model: nn.Module) -> None:
 
 
 def guard(model: nn.Module, session: StepState) -> None:
-    """Reject torch features that this model does not support after conversion (see the module)."""
+    """Let unsupported torch features raise ValueError for this model: DDP and load_state_dict(assign=True)."""
     model.register_load_state_dict_pre_hook(_Assigned(model, session))
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         model._ddp_params_and_buffers_to_ignore = NotForDdp(type(model).__name__)  # type: ignore[assignment]
 
 
 class _Assigned:
-    """Hook before a model loads a state dict: reject assign=True if it would replace parameters that are needed."""
+    """Pre-hook of load_state_dict: raise ValueError if assign=True would replace DTensors or parameters of an optimizer."""
 
     def __init__(self, model: nn.Module, session: StepState) -> None:
         self.model, self.session = model, session

@@ -1,9 +1,10 @@
 """Overlap strategies: schedules of a GEMM together with its collective.
 
-A strategy decides *when* transfers and GEMMs are issued. A GEMM is a value (`Gemm`, run on rows of A), so a strategy
-may run the GEMM once or chunk by chunk. A strategy knows no formats and no layers.
-Strategies are modules of this folder with a module-level `STRATEGY`; `load("serial")` imports a strategy by name. The number of
-chunks follows the name, as in `load("chunked:2")`, if the strategy has a function `in_chunks`.
+A strategy defines *when* transfers and GEMMs are issued. A GEMM is a callable object (`Gemm`) that takes rows of A, so a
+strategy can run the GEMM once or chunk by chunk. Strategies do not depend on formats or layers.
+
+Each strategy is a module of this folder with an attribute `STRATEGY`; `load("serial")` imports the module by name. If the
+module has a function `in_chunks`, the name may end with a number of chunks, as in `load("chunked:2")`.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from dlp.comm.collectives import Pending, ReduceCodec
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
-Sent = list[tuple[torch.dtype, int]]  # bytes, by dtype of the values
+Sent = list[tuple[torch.dtype, int]]  # bytes that a rank sends, by dtype of the values
 
 
 class Work(NamedTuple):
-    """GEMMs and one transfer, for a model of their duration; times in seconds.
+    """GEMMs and one transfer whose time a strategy predicts. All times are in seconds.
 
-    gathers     the transfer delivers rows of A; else the transfer sends rows of the last GEMM's result
-    gemms       time of each GEMM alone, over the rows of all ranks
-    columns     columns of the results
-    rows        rows of a rank's shard, or of a rank's share of the result
+    gathers     True: the transfer gathers A. False: the transfer reduces the result of the last GEMM
+    gemms       time of each GEMM without a transfer, over the rows of all ranks
+    columns     number of columns of the result of each GEMM
+    rows        number of rows of A (or of the result) that belong to one rank
     format      format of operand A
     ranks       number of ranks
-    transfer    time from this rank to all others, with the reverse direction at the same time
-    meeting     latency of each transfer
-    processors  SMs of a rank; 0: not known
-    behind      time of this rank's next work, which can overlap a reduction
+    transfer    time in which a rank sends its data to all other ranks, and receives theirs at the same time, without latency
+    meeting     latency of a transfer
+    processors  number of SMs of a GPU; 0: not known
+    behind      time of the GEMM that runs next (wgrad after dgrad), under which a reduction can run
     """
 
     gathers: bool
@@ -52,36 +53,36 @@ class Work(NamedTuple):
 
 
 class Gather(Protocol):
-    """An operand that is being gathered from all ranks. It may be used any number of times."""
+    """An operand that is being gathered from all ranks. Both methods may be called any number of times."""
 
     def gemm(self, gemm: Gemm) -> Tensor:
         """Run the GEMM over all rows of the gathered operand."""
         ...
 
     def whole(self) -> QuantizedTensor:
-        """Return the gathered operand."""
+        """Wait for the gather, and return the gathered operand."""
         ...
 
 
 class Lease(Protocol):
-    """`mine`: this rank's segment of the storage of a gather. Quantize into `mine`, then start the gather.
+    """Output buffer of a gather. `mine`: this rank's segment, into which the caller casts before `gather`.
 
-    Tensors that live longer must not be stored there, since they would keep the whole storage alive."""
+    Tensors that are needed after the pass must not be stored in `mine`, since they would keep the complete buffer alive."""
 
     @property
     def mine(self) -> QuantizedTensor: ...
 
     def gather(self) -> Gather:
-        """Start the gather; `mine` has been written."""
+        """Start the gather. `mine` must have been written before."""
         ...
 
 
 class Overlap(Protocol):
     """Overlap strategy.
 
-    `launches_only`: with a transport, the strategy only launches, in order, so that a pass can be captured.
-    `calls_only`: a pass
-    can also be captured without a transport, since sends are calls between launches."""
+    launches_only   with mapped memory, the strategy only launches kernels, in a fixed order, so that a pass can be captured
+    calls_only      without mapped memory, transfers are calls between launches, so that a pass can be captured as well
+    """
 
     name: str
     launches_only: bool
@@ -96,12 +97,16 @@ class Overlap(Protocol):
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
         device: torch.device,
     ) -> Lease:  # fmt: skip
-        """Allocate storage for gathering shards of `shape` [rows, contraction] along `dim`; `dtype`: dtype of
-        high-precision parts."""
+        """Allocate the output buffer of a gather of shards of `shape` [rows, contraction].
+
+        fmt     format of the shards
+        dim     dimension along which shards concatenate: 0 rows, 1 contraction
+        dtype   dtype of parts that the format keeps in the dtype of the source
+        """
         ...
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> Gather:
-        """Start gathering this rank's shard along the operand's dimension `dim` (0 rows, 1 contraction)."""
+        """Start gathering this rank's shard `a`. Shards concatenate along `dim`: 0 rows, 1 contraction."""
         ...
 
     def gemm_reduce(
@@ -114,31 +119,36 @@ class Overlap(Protocol):
         dtype: torch.dtype,
         codec: ReduceCodec,
     ) -> Pending[Tensor]:
-        """Run the GEMM, round the result to `dtype`, and sum it over the group: reduce "all", or "scatter" over rows."""
+        """Run the GEMM, round the result to `dtype`, and sum it over the group.
+
+        reduce   "all": each rank gets the sum; "scatter": each rank gets its rows of the sum
+        codec    format in which contributions are sent
+        """
         ...
 
     def sent(self, y: Tensor, ranks: int, *, reduce: str, codec: ReduceCodec) -> Sent:
-        """Bytes that a rank sends in `gemm_reduce` of a result like y [M, N], which may be a meta tensor.
+        """Return the bytes that a rank sends in `gemm_reduce` with a result of the shape and dtype of y [M, N], which may be a
+        meta tensor.
 
-        A strategy without this method works as well, but the bytes of its layers are not compared with a plan."""
+        The method is optional: without it, the bytes of layers with this strategy are not compared with the plan."""
         ...
 
     def seconds(self, work: Work) -> float:
-        """Predicted time in seconds of this rank for the work and `behind`.
+        """Predict the time in seconds until the work and `work.behind` are done.
 
-        `overlap = "auto"` never chooses a strategy without this method for a layer that was not measured."""
+        The method is optional: without it, `overlap = "auto"` chooses the strategy only for layers that were measured."""
         ...
 
 
 @cache
 def names() -> tuple[str, ...]:
-    """Names of all strategies: the modules of this folder, sorted; listed once, since each row of a table has names."""
+    """Return the names of all strategies, sorted. The folder is listed once, since tables of times call `load` often."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 
 def load(chosen: str) -> Overlap:
-    """Load a strategy by name, such as "chunked" or "chunked:2". Raises ValueError for an unknown name or an invalid
-    number."""
+    """Load a strategy by name, such as "chunked" or "chunked:2". Raises ValueError for an unknown name or an invalid number of
+    chunks."""
     name, colon, chunks = chosen.partition(":")
     if name == "auto":
         raise ValueError(
@@ -154,8 +164,6 @@ def load(chosen: str) -> Overlap:
     if not hasattr(module, "in_chunks"):
         raise ValueError(f"overlap strategy {chosen!r}: {name} does not work in chunks; set {name!r}")
     if not (chunks.isascii() and chunks.isdigit() and int(chunks)):
-        raise ValueError(
-            f"overlap strategy {chosen!r}: expected a number of chunks >= 1 behind {name}:, got {chunks!r}"
-        )
+        raise ValueError(f"overlap strategy {chosen!r}: expected a number of chunks >= 1 after {name}:, got {chunks!r}")
     strategy = module.in_chunks(int(chunks))
     return strategy

@@ -4,17 +4,17 @@
     gemm     own   │ on rank - 1's rows │ on rank - 2's rows         gemm    for rank + 1 │ for rank + 2 │ own
                                                                      send                 to rank + 1 ─►│ to rank + 2 ─►│ sum
 
-For a gathered operand, the GEMM runs on this rank's rows first, then on the other shards in the order of arrival. For a result
-that is summed over ranks, the rows of each other rank are computed and sent at once, and this rank's rows are computed last;
-contributions are summed in fp32 in rank order, as in `serial`. A gathered contraction dimension (of wgrad) arrives in the same
-way, and one GEMM contracts all of it.
+If A is gathered, the GEMM runs on this rank's rows first, then on the shards of the other ranks in the order of arrival. If the
+result is summed over ranks, the rows of one other rank after the other are computed and sent immediately, and this rank's rows
+are computed last; contributions are summed in fp32 in rank order, as in `serial`. If shards concatenate along the contraction
+dimension (in wgrad), they are sent in the same way, and one GEMM runs when all shards have arrived.
 
-`chunked:2` splits the transfer to or from each other rank in two (`pieces`), so that the first GEMM or the first send begins
-earlier; `chunked` is `chunked:1`. A rank's own rows are one GEMM, and a contraction dimension is not split. Pieces end between
-blocks of the format and, if there are enough rows, between tiles of a GEMM, so there may be fewer pieces.
+`chunked:2` splits the transfer to or from each other rank into two pieces (`pieces`), so that the first GEMM or the first send
+begins earlier; `chunked` is `chunked:1`. The rows of this rank are one GEMM, and a contraction dimension is not split. A piece
+ends at the end of a block of the format and, if there are enough rows, of a tile of the GEMM, so there may be fewer pieces.
 
-Shards are sent through mapped memory (`dlp.comm.mapped`). Over several hosts and between CPU ranks, complete shards are sent by
-sends and receives.
+Shards are sent through mapped memory (`dlp.comm.mapped`). Over several hosts and between CPU ranks, complete shards are
+exchanged by sends and receives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dlp.parallel.overlap import Sent, Work
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor
 
-Contribution = tuple[int, int, Parts]  # rank that owns the rows, first row, parts of the rows
+Contribution = tuple[int, int, Parts]  # rank that sums these rows, first row among the rows of that rank, packed rows
 TILE = 128, 256  # rows and columns of the result tile that one SM computes at a time in a large GEMM
 
 
@@ -59,7 +59,7 @@ class Shards(Protocol):
 
 @dataclass(frozen=True)
 class MappedShards:
-    """Shards in mapped memory; this rank's shard is available first."""
+    """Shards that are gathered through mapped memory. This rank's shard `mine` is available immediately."""
 
     mine: QuantizedTensor
     group: ProcessGroup
@@ -77,7 +77,12 @@ class MappedShards:
 
 @dataclass(frozen=True)
 class SentShards:
-    """Shards by sends and receives. Only the parts of `mine` that are equal on all ranks are read here."""
+    """Shards that are gathered by sends and receives.
+
+    mine       this rank's shard; only parts that are equal on all ranks, and therefore not gathered, are read from it
+    dims       for each part the dimension along which shards concatenate; None: the part is equal on all ranks
+    exchange   the sends and receives
+    """
 
     mine: QuantizedTensor
     dims: list[int | None]
@@ -101,7 +106,7 @@ class SentShards:
 
 @dataclass(frozen=True)
 class ChunkedGather:
-    cuts: Cuts  # pieces of a shard's rows
+    cuts: Cuts  # (first row, end) of each piece of a shard
     group: ProcessGroup
     shards: Shards
 
@@ -156,23 +161,23 @@ def _arriving(mine: QuantizedTensor, group: ProcessGroup, gathering: Gathering, 
 
 
 def _cuts_of(mine: QuantizedTensor, dims: Sequence[int | None], chunks: int) -> Cuts:
-    """Pieces of a shard's rows; one piece if the rows of a part are not contiguous."""
+    """Split the rows of a shard into pieces; one piece if shards of a part do not concatenate along its first dimension."""
     rows = mine.shape[0]
     return pieces(rows, chunks, unit_of(mine.format)) if {*dims} <= {0, None} else ((0, rows),)
 
 
 def unit_of(fmt: Format) -> int:
-    """Number of rows of which pieces of an operand in this format must be multiples."""
+    """Return the number of rows of which each piece of an operand in this format must be a multiple."""
     return lcm(fmt.block[0] or 1, fmt.multiple[0])
 
 
 @cache
 def pieces(rows: int, chunks: int, unit: int, columns: int = 0, processors: int = 0) -> Cuts:
-    """Split rows into at most `count` pieces, each but the last a multiple of `unit` rows, and of complete tiles if
-    there are enough rows.
+    """Split `rows` rows into at most `chunks` pieces. All pieces but the last are multiples of `unit` rows and, if there are
+    enough rows, of tile rows.
 
-    If a GEMM with `columns` runs on a known number of SMs, the first pieces are complete waves of tiles, since a partial wave
-    would leave SMs idle."""
+    If the GEMM has `columns` columns and runs on `processors` SMs (0: not known), these pieces are complete waves of tiles,
+    since a partial wave would leave SMs idle."""
     tiled, across = lcm(unit, TILE[0]), -(-columns // TILE[1])
     step = tiled if rows >= chunks * tiled else unit
     size = -(-rows // chunks)
@@ -191,7 +196,7 @@ def _processors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Chunked:
-    """`chunks`: number of pieces of the transfer to or from each other rank."""
+    """Strategy `chunked`. `chunks`: number of pieces of the transfer to or from each other rank."""
 
     chunks: int = 1
     launches_only: ClassVar[bool] = True  # if memory is mapped
@@ -223,7 +228,7 @@ class Chunked:
         return SentLease(fmt.wrap(mine), dims, group, exchange, self.chunks)
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> ChunkedGather:
-        """Gather an operand that exists already: with a transport, it is first copied into its segment."""
+        """Gather an operand that was not cast into the output buffer of the gather, by copying it there first."""
         transport = transport_of(group)
         if transport is not None:
             return _arriving(a, group, transport.gathering(a.parts, a.format.moves[dim]), self.chunks)
@@ -245,7 +250,7 @@ class Chunked:
         dtype: torch.dtype,
         codec: ReduceCodec,
     ) -> Pending[Tensor]:
-        """Run the GEMM and reduce. Raises ValueError if blocks of `a`'s format cross the rows of two ranks."""
+        """Run the GEMM and the reduction. Raises ValueError if a block of the format of `a` has rows of two ranks."""
         total, rows = a.shape[0], -(-a.shape[0] // group.size())
         shapes, dtypes = codec.kinds((group.size(), rows, gemm.b.shape[0]), dtype)
         device = a.payload.device
@@ -258,7 +263,7 @@ class Chunked:
             exchange = transport.open(shapes, dtypes)
             for rank, row, parts in made:
                 if rank == group.rank():
-                    own = rank, parts  # summed on the rank that receives the contributions
+                    own = rank, parts  # not sent: this rank adds its contribution to the received contributions
                 else:
                     exchange.send(parts, rank, row)
             arriving = exchange.sent()
@@ -313,7 +318,8 @@ def _waves(rows: int, columns: int, processors: int) -> float:
 def _contributions(
     a: QuantizedTensor, gemm: Gemm, group: ProcessGroup, cuts: Cuts, dtype: torch.dtype, codec: ReduceCodec
 ) -> Iterator[Contribution]:
-    """Pieces of each rank's rows, in the order of computation: this rank's rows come last, as one piece."""
+    """Compute and yield the contributions of this rank: for each other rank the pieces of its rows, then the rows of this rank
+    as one piece."""
     rows, me = cuts[-1][1], group.rank()
     others = [(to, start, stop) for _, to, _ in by_distance(group) for start, stop in cuts]
     for rank, start, stop in [*others, (me, 0, rows)]:
@@ -325,7 +331,7 @@ def _sent(
     contributions: Iterable[Contribution], shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype],
     group: ProcessGroup, device: torch.device,
 ) -> Pending[Parts]:  # fmt: skip
-    """Send contributions, all pieces for a rank at once, and return the received contributions [R, ...]."""
+    """Send the contributions, all pieces for one rank in one round, and return the received contributions [R, ...], pending."""
     exchange = DirectExchange(group, [shape[1:] for shape in shapes], dtypes, group.size(), device)
     distances = iter(by_distance(group))
     for rank, of_rank in groupby(contributions, itemgetter(0)):
@@ -344,7 +350,7 @@ def _sent(
 
 
 def _rows_between(start: int, stop: int, a: QuantizedTensor, gemm: Gemm) -> Tensor:
-    """The GEMM on rows [start, stop) of A, with zero rows appended after the last row."""
+    """Run the GEMM on rows [start, stop) of A; rows after the last row of A are zero in the result."""
     rows, total = stop - start, a.shape[0]
     start, stop = min(start, total), min(stop, total)
     if start == stop:
@@ -355,7 +361,8 @@ def _rows_between(start: int, stop: int, a: QuantizedTensor, gemm: Gemm) -> Tens
 
 
 def _cut(a: QuantizedTensor, start: int, stop: int, which: str) -> QuantizedTensor:
-    """Rows of an operand, as views."""
+    """Return rows [start, stop) of an operand, as views. Raises ValueError if a block of the format is cut. `which`: name of
+    the GEMM, for the message."""
     total = a.shape[0]
     if stop - start == total:
         return a
@@ -373,7 +380,7 @@ def _cut(a: QuantizedTensor, start: int, stop: int, which: str) -> QuantizedTens
 
 
 def _whole(scattered: Tensor, group: ProcessGroup, transport: Transport | None) -> Tensor:
-    """Gather every rank's rows of a sum."""
+    """Gather the rows of the sum from all ranks."""
     if transport is not None:
         return transport.all_gather(scattered)
     return collectives.all_gather((scattered,), (0,), group).wait()[0]

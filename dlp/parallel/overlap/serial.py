@@ -3,9 +3,9 @@
     gather ──────►│ gemm
                     gemm │ reduce ──────►
 
-Collectives are nevertheless asynchronous: a gather that starts early (for wgrad, before dgrad runs) and a reduction that is
-awaited late (of dgrad, after wgrad) overlap the GEMM between them. With a transport (`dlp.comm.mapped`), transfers are
-launches, so that a complete pass can be captured.
+Collectives are asynchronous, so some transfers still overlap a GEMM: the gather for wgrad starts before dgrad runs, and wgrad
+runs before the stream waits for the reduction of dgrad. With mapped memory (`dlp.comm.mapped`), transfers are kernel launches,
+so that a complete pass can be captured.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SerialGather:
 
 @dataclass(frozen=True)
 class SerialLease:
-    """Lease of `serial`. `start`: gathers the parts of `mine`, which have been written."""
+    """Output buffer of a gather under `serial`. `start`: function that starts the gather of `mine`."""
 
     mine: QuantizedTensor
     start: Callable[[], Pending[Parts]]
@@ -102,7 +102,7 @@ class Serial:
 
 
 def _chunks(y: Tensor, ranks: int, reduce: str) -> Tensor:
-    """Split y [M, N] into the chunks that each rank sums, [R, ...]."""
+    """Split y [M, N] into R chunks, [R, ...]: rank r sums the chunks r of all ranks."""
     return collectives.shares(y, ranks) if reduce == "all" else y.unflatten(0, (ranks, -1))
 
 
@@ -114,9 +114,9 @@ def _shape_of_chunks(rows: int, cols: int, ranks: int, reduce: str) -> tuple[int
 def _summed(
     a: QuantizedTensor, gemm: Gemm, transport: Transport, reduce: str, dtype: torch.dtype, codec: ReduceCodec
 ) -> Pending[Tensor]:
-    """Sum the GEMM's contributions over ranks: this rank's rows, or all rows."""
+    """Run `gemm_reduce` through mapped memory."""
     chunks = _shape_of_chunks(a.shape[0], gemm.b.shape[0], transport.world, reduce)
-    exchange = transport.open(*codec.kinds(chunks, dtype))  # taken before the GEMM, which occupies the GPU
+    exchange = transport.open(*codec.kinds(chunks, dtype))  # opened before the GEMM, since the GEMM occupies the GPU
     y = rounded(gemm(a), dtype)
     packed = codec.pack(_chunks(y, transport.world, reduce))
     own = transport.rank, tuple(part[transport.rank] for part in packed)

@@ -1,1 +1,1 @@
-"""Bytes that a step sends: predicted from a plan, and counted."""
+"""Predict the bytes that a step sends from the plan, and compare them with the counted bytes."""

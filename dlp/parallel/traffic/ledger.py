@@ -1,13 +1,13 @@
 """The ledger: compare the planned bytes of a step with the counted bytes, and raise on every rank if they differ.
 
-    traffic.step_traffic(plan, load)    planned, computed from the plan           by group, layer, purpose
-    observer.Observer                       counted, from the collectives of torch     by group, layer, purpose
+    predict.step_traffic(plan, load)   planned bytes, computed from the plan               by group, layer, purpose
+    observer.Observer                  counted bytes, of the collectives that torch runs   by group, layer, purpose
 
     ledger = Ledger(mesh)
     with ledger.step(planned):          forward, backward, optimizer step with its boundary
         ...
 
-The check costs one small reduction, which tells ranks whether any rank has a difference.
+The check runs one small all-reduce, by which each rank learns whether any rank has a difference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.session import session_of
 from dlp.parallel.traffic.predict import Traffic, Workload, step_traffic
 
-# FSDP's collectives have no label
+# Purpose of FSDP's collectives, which have no label, by mesh axis and collective
 FSDP = {
     **{(axis, "all_gather"): "weights" for axis in (DP_SHARD, CP, DP_SHARD_CP)},
     **{(axis, "reduce_scatter"): "grads" for axis in (DP_SHARD, CP, DP_SHARD_CP)},
@@ -42,7 +42,7 @@ Account = dict[tuple[str, str, str], int]
 
 
 class LedgerError(RuntimeError):
-    """Error for a step that sent other bytes than planned. The message has both numbers, and is equal on all ranks."""
+    """Raised if a step sent other bytes than planned. The message contains both numbers, and is equal on all ranks."""
 
 
 class Ledger:
@@ -55,9 +55,10 @@ class Ledger:
 
     @contextmanager
     def step(self, planned: Traffic | None) -> Iterator[observer.Observer]:
-        """Count transfers in a context, and compare them with `planned` at the end. None: this rank compares nothing.
+        """Return a context that counts transfers, and compares them with `planned` at its end. All ranks must enter the
+        context. None: this rank compares nothing.
 
-        Raises LedgerError on all ranks."""
+        Raises LedgerError on all ranks if the bytes of any rank differ."""
         with self.counter() as seen:
             yield seen
         for key in [key for key in seen.sent if key.layer == observer.CHECKS]:  # no plan predicts these bytes
@@ -67,7 +68,7 @@ class Ledger:
         self._compare(counted if planned is None else _account(planned), counted)
 
     def counter(self) -> observer.Observer:
-        """An observer for the groups of this mesh, whose counts are not compared."""
+        """Return an observer for the groups of this mesh, whose counts are not compared with a plan."""
         return observer.Observer(self._names, FSDP)
 
     def _compare(self, planned: Account, counted: Account) -> None:
@@ -83,12 +84,12 @@ class Ledger:
 
 
 def _account(counts: Mapping[Any, int]) -> Account:
-    """Bytes by group, layer and purpose."""
+    """Sum the bytes by group, layer and purpose."""
     return {key: nbytes for key, nbytes in observer.totals(counts, *FIELDS).items() if nbytes}
 
 
 def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:
-    """Both numbers for each group and purpose, with a layer whose numbers differ."""
+    """Format the difference: planned and counted bytes for each group and purpose, and the first layer that differs."""
     sums: dict[tuple[str, str], list[int]] = {}
     example: dict[tuple[str, str], str] = {}
     for (group, layer, purpose), (planned, counted) in sorted(wrong.items()):
@@ -102,7 +103,7 @@ def _difference(wrong: Mapping[tuple[str, str, str], tuple[int, int]]) -> str:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan of `convert` with the current recipes of the layers. Raises ValueError for a model that was not
+    """Return the plan of `convert` with the current recipes of the layers. Raises ValueError for a model that was not
     converted."""
     plan = session_of(model).plan
     if plan is None:
@@ -114,7 +115,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def activation_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """The dtype of the last x of each layer that has run."""
+    """Return the dtype of the last x of each layer that has run, by name of the layer."""
     dtypes = {core.spec.members[0]: core.weights.dtype for core in cores(model)}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
@@ -127,8 +128,8 @@ def wire_report(model: nn.Module | Plan, load: Workload) -> dict[str, dict[str, 
         load: sizes of the step.
 
     Returns:
-        Bytes by layer and pass, such as {"layers.0.mlp.up_proj": {"fprop": ...}}; "" stands for traffic of no layer (weights,
-        gradients, delayed scales).
+        Bytes by layer and purpose, such as {"layers.0.mlp.up_proj": {"fprop": ...}}. The layer "" has the bytes that belong to
+        no single layer: weights, gradients, delayed scales.
 
     Examples:
         >>> plan = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [dlp.LayerGroup("all", "**", style="row")], tp=2)
@@ -139,4 +140,4 @@ def wire_report(model: nn.Module | Plan, load: Workload) -> dict[str, dict[str, 
     report: dict[str, Counter[str]] = {}
     for sent, nbytes in step_traffic(model if isinstance(model, Plan) else plan_of(model), load).items():
         report.setdefault(sent.layer, Counter())[sent.purpose] += nbytes
-    return {layer: dict(passes) for layer, passes in report.items()}
+    return {layer: dict(purposes) for layer, purposes in report.items()}

@@ -3,15 +3,17 @@
     plan      styles, recipes and shapes      ─┐
     Workload  mesh, microbatches, FSDP, dtypes ┴─► step_traffic ──► {Sent(group, layer, purpose, precision): bytes}
 
-    layers       gathers of x and dy and reductions of y and dx, by their `LinearPlan`; amax agreements of casts in passes
-    boundary     amax agreements of whole weights, delayed scales, partial gradients
-    FSDP         weights, rowwise in forward and columnwise in backward; gradients; amax agreements of shards
+    layers       gathers of x and dy and reductions of y and dx, from the `LinearPlan` of each layer; amax agreements of casts
+                 in passes
+    boundary     amax agreements of weights that FSDP does not shard; delayed scales; partial gradients
+    FSDP         gathers of weights, rowwise in forward and columnwise in backward; gradients; amax agreements of shards
 
-Formats define the bytes of an operand and the parts that are gathered; quantizers, called with meta tensors, define the amaxes
-on which ranks agree; strategies define the bytes of their reductions. Separate code counts the bytes that are actually sent
+Formats define the bytes of an operand and the parts that are gathered. Quantizers, called with meta tensors, define the amaxes
+on which ranks agree. Strategies define the bytes of their reductions. Separate code counts the bytes that are sent
 (`dlp.comm.observer`), and the ledger compares both (`dlp.parallel.traffic.ledger`).
 
-Bytes are those that one rank sends, as `dlp.comm.observer` defines them. All parameters are taken to have gradients.
+All numbers are the bytes that one rank sends, as `dlp.comm.observer` defines them. The prediction assumes that every parameter
+has a gradient.
 """
 
 from __future__ import annotations
@@ -56,12 +58,13 @@ Shape = tuple[int, int]
 
 
 class Unpredictable(ValueError):
-    """Error for bytes that cannot be predicted: a user's format or strategy does not state them, or sums are invariant."""
+    """Raised if bytes cannot be predicted: a user-defined format, quantizer or strategy does not define them, or the model is
+    invariant."""
 
 
 @contextmanager
 def predicting(what: str) -> Iterator[None]:
-    """A context in which an error of a format, quantizer or strategy is raised as Unpredictable, naming `what`."""
+    """Context that raises any error of a format, quantizer or strategy as Unpredictable. `what`: the bytes, for the message."""
     try:
         yield
     except Exception as error:  # user code may raise any exception
@@ -69,7 +72,8 @@ def predicting(what: str) -> Iterator[None]:
 
 
 class Sent(NamedTuple):
-    """The key of planned bytes; see `dlp.comm.observer.Key`."""
+    """Key of planned bytes: process group, layer ("": no single layer), purpose and precision of a transfer, as in
+    `dlp.comm.observer.Key`."""
 
     group: str
     layer: str
@@ -94,17 +98,17 @@ class Workload:
         weight_dtype: dtype in which embeddings read weights and FSDP gathers weights that are not quantized.
         reduce_dtype: dtype in which FSDP reduces gradients.
         units: module names of the FSDP units, "" for the root; () without FSDP.
-        gather: whether FSDP gathers quantized weights.
+        gather: whether FSDP gathers weights quantized (`quantized_gather` of `dlp.fully_shard`).
         weight_cache: "step" or "forward", as of `dlp.attach`.
         reductions: number of FSDP gradient reductions in a step: 1, or one for each microbatch.
         grad_wire: codec of FSDP gradients over dp_shard; None: the reduce-scatter of FSDP.
         recomputed: modules whose forward runs again in backward.
-        resharded: FSDP units other than the root gather once for forward and once for backward.
-        amax_group: mesh axis, or "world", that agrees on every scale; None: as the style requires.
+        resharded: whether FSDP units other than the root gather again in backward.
+        amax_group: mesh axis, or "world", that agrees on every scale; None: ranks agree as the style requires.
         keys_gathered: features of keys and values that attention gathers over cp in a microbatch, summed over modules and
             forwards; a recomputed forward counts again.
         keys_reduced: features of keys and values whose gradients attention sums over cp in a microbatch.
-        dp_shard_rank: rank of FSDP's axis whose part of unevenly sharded parameters is counted.
+        dp_shard_rank: rank on FSDP's axis whose bytes are predicted; ranks differ if parameters are sharded unevenly.
 
     Examples:
         >>> plan = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [dlp.LayerGroup("all", "**", style="column")], tp=2)
@@ -146,7 +150,7 @@ class Workload:
 
     @property
     def covers_shards(self) -> bool:
-        """Whether delayed scales are agreed by a group that contains the ranks over which FSDP shards parameters."""
+        """Whether the group that agrees on delayed scales contains the ranks over which FSDP shards parameters."""
         return self.amax_group in (None, WORLD, self.dims.shard_axis) or (
             self.amax_group == CP_TP and self.dims.dp_shard == 1
         )
@@ -155,7 +159,7 @@ class Workload:
         return self.dims.name_of(group)
 
     def unit_of(self, name: str) -> str:
-        """The innermost FSDP unit that contains a parameter."""
+        """Return the name of the innermost FSDP unit that contains a parameter."""
         return next(module for module in _around(name) if module in self._unit_names)
 
     def recomputes(self, name: str) -> bool:
@@ -171,7 +175,8 @@ class Workload:
         return frozenset(self.recomputed)
 
     def shard(self, shape: Sequence[int], *, padded: bool = False) -> tuple[int, ...]:
-        """Shape of this rank's FSDP shard of a parameter of this shape: equal numbers of rows, fewer on the last ranks."""
+        """Return the shape of this rank's FSDP shard of a parameter of this shape. The last ranks have fewer rows if the rows
+        do not divide evenly; `padded`: the shape with padding to equal numbers of rows."""
         first, *rest = shape
         rows = -(-first // self.shards)
         here = rows if padded else min(max(first - rows * self.dp_shard_rank, 0), rows)
@@ -179,7 +184,7 @@ class Workload:
 
 
 def _around(name: str) -> Iterator[str]:
-    """A module or parameter and all enclosing modules, innermost first: "a.b.c", "a.b", "a", ""."""
+    """Yield the name of a module or parameter, then of all enclosing modules: "a.b.c", "a.b", "a", ""."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -187,12 +192,13 @@ def _around(name: str) -> Iterator[str]:
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A meta tensor."""
+    """Return a meta tensor."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 def precision_of(fmt: Format, dtype: torch.dtype) -> str:
-    """Precision name under which an operand of values of `dtype` is counted."""
+    """Return the name of the precision under which an operand in format `fmt` is counted; for high precision the name of
+    `dtype`."""
     return observer.dtype_name(dtype) if fmt.keeps_source else fmt.name
 
 
@@ -200,8 +206,8 @@ def precision_of(fmt: Format, dtype: torch.dtype) -> str:
 
 
 def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
-    """Bytes of one optimizer step, from the first forward through the step boundary, without the loss and the program's
-    own collectives.
+    """Predict the bytes of one optimizer step, from the first forward through the step boundary, without the loss and without
+    collectives of the user's program.
 
     Groups of one rank are left out. Raises Unpredictable."""
     total: Counter[Sent] = Counter()
@@ -239,13 +245,13 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
 
 
 def cross_entropy(load: Workload) -> dict[Sent, int]:
-    """Bytes of the vocab-parallel loss: two fp32 numbers per token."""
+    """Predict the bytes of the vocab-parallel loss, which gathers two fp32 numbers per token."""
     nbytes = observer.gathered(2 * load.tokens * 4, load.ranks(TP)) * load.microbatches
     return {Sent(load.named(TP), "cross_entropy", "fprop", "float32"): nbytes} if nbytes else {}
 
 
 def in_bf16(plan: Plan) -> Plan:
-    """The same plan without quantization, for comparison."""
+    """Return the same plan with the recipe bf16 in all layers, for comparison."""
     bf16 = recipes.load("bf16")
     return replace(plan, layers=tuple(replace(row, recipe=bf16) for row in plan.layers))
 
@@ -258,9 +264,10 @@ class LinearTraffic:
     """A linear, or siblings, as one rank runs it.
 
     rows      rows of the plan, one for each weight
-    shapes    w_i [N_i, K] on this rank
-    cached    weights are cast once, at the step boundary
-    at_use    weights that are cast in passes, in lists that are cast together
+    shapes    shapes [N_i, K] of the weights on this rank
+    cached    whether the step boundary casts complete weights; False if FSDP shards the weights or each pass casts them
+    at_use    shapes of the weights that are cast in passes; the weights of one list share one amax agreement
+    load      sizes of the step
     """
 
     rows: Sequence[LayerPlan]
@@ -293,7 +300,7 @@ class LinearTraffic:
         return linear_plan(self.recipe, self.style, ranks, tokens, kept=kept, own_group=own_group)
 
     def forward(self) -> Sends:
-        """Bytes of the forward before wgrad: the gathers of x and the reduction of each y_i."""
+        """Bytes of a forward whose backward computes wgrad: the gathers of x and the reduction of each y_i."""
         yield from self._routed(self.plan.x[True], [self.shapes[0][1]], self.x_dtype)
         for shapes in self.at_use:
             yield self._agreement(self.casts("w", ROWWISE), shapes)
@@ -311,25 +318,27 @@ class LinearTraffic:
         yield from self._reduced("dgrad", "dx", features)
 
     def casts(self, tensor: str, orientations: Orientations) -> CastPlan:
-        """The cast plan of w or of a result, which does not depend on the number of rows."""
+        """Return the cast plan of w, y or dx, which does not depend on the number of rows."""
         own_group = self.load.amax_group is not None
         return cast_plan(self.style, self.recipe, tensor, orientations, 0, own_group=own_group)
 
     def _routed(self, route: Route, features: Sequence[int], dtype: torch.dtype) -> Sends:
-        """Bytes of a route of matrices [tokens, features]: agreements of its casts, and gathers."""
+        """Bytes of a route of x or dy: amax agreements of its casts, and gathers. `features`: columns of each matrix."""
         plan, tokens = self.plan, self.plan.rows(route.tensor)
         if route.before is not None:
             yield self._agreement(route.before, [(tokens, size) for size in features])
         for each in route.gathers:
-            (size,) = features  # siblings share x, and a layer that gathers dy has none
-            self._strategy(each.gemm)  # every strategy sends the shard to each other rank
+            (size,) = features  # one matrix: siblings share x, and a layer that gathers dy has no siblings
+            self._strategy(
+                each.gemm
+            )  # only for its check: in a gather every strategy sends the shard to each other rank
             sent = Sent(self.load.named(TP), self.name, each.gemm, precision_of(each.format or HP, dtype))
             yield sent, observer.gathered(plan.sends(route, each, size, dtype), self.load.ranks(TP))
         if route.after is not None:
             yield self._agreement(route.after, [(self.load.tokens, features[0])])
 
     def _agreement(self, casts: CastPlan, shapes: Sequence[Shape]) -> tuple[Sent, int]:
-        """Bytes of the all-reduce before the casts of values of these shapes."""
+        """Bytes of the all-reduce of amaxes before the casts of values of these shapes."""
         group, elements = self.load.amax_group or TP, sum(_numbers_agreed(casts, shape) for shape in shapes)
         nbytes = observer.reduced(elements, 4, self.load.ranks(group))
         return Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
@@ -348,7 +357,7 @@ class LinearTraffic:
             yield self._agreement(self.casts(tensor, ROWWISE), [(rows, columns)])
 
     def _strategy(self, gemm: str) -> Callable[..., overlaps.Sent]:
-        """The method `sent` of the GEMM's strategy. Raises ValueError for a strategy without this method."""
+        """Return the method `sent` of the GEMM's strategy. Raises ValueError for a strategy without this method."""
         chosen = self.rows[0].overlap
         name = chosen if isinstance(chosen, str) else chosen.get(gemm, "serial")
         found: Callable[..., overlaps.Sent] | None = getattr(overlaps.load(name), "sent", None)
@@ -393,7 +402,7 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
 
 
 def _keys(load: Workload) -> Sends:
-    """Bytes of attention over cp (`dlp.Context`): keys and values are gathered, and their gradients are reduced."""
+    """Bytes of attention over cp (`dlp.Context`): keys and values are gathered, and their gradients are summed."""
     ranks, precision = load.ranks(CP), observer.dtype_name(load.dtype)
     for purpose, features in (("fprop", load.keys_gathered), ("dgrad", load.keys_reduced)):
         nbytes = observer.gathered(load.tokens * features * load.dtype.itemsize, ranks)
@@ -404,7 +413,7 @@ def _keys(load: Workload) -> Sends:
 
 
 def _cached_weights(layers: Sequence[LinearTraffic], load: Workload) -> Sends:
-    """Bytes of weights without FSDP sharding: one agreement on all observed amaxes."""
+    """Bytes of the amax agreement of weights that FSDP does not shard: one all-reduce for all weights."""
     elements = 0
     for layer in layers:
         with predicting(layer.name):
@@ -415,7 +424,7 @@ def _cached_weights(layers: Sequence[LinearTraffic], load: Workload) -> Sends:
 
 
 def _delayed(plan: Plan, load: Workload) -> Sends:
-    """Bytes of delayed scaling: one amax per slot, all slots of the model together."""
+    """Bytes of delayed scaling: one all-reduce of one amax per slot, for all slots of the model."""
     sets = dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
     recipe = {row.name: row.recipe for row in plan.layers}
     slots = [(recipe[names[0]], delayed_slots(recipe[names[0]], names)) for names in sets]
@@ -426,8 +435,8 @@ def _delayed(plan: Plan, load: Workload) -> Sends:
 
 
 def _partial_gradients(plan: Plan, load: Workload) -> Sends:
-    """Bytes of partial gradients, summed over tp in fp32 at the end of each backward that leaves some, with one flag per
-    parameter that tells whether it has a gradient. Under FSDP these are the backwards that reduce."""
+    """Bytes of partial gradients, which are summed over tp in fp32 at the end of a backward, with one flag per parameter for
+    whether it has a gradient. Under FSDP only backwards that reduce gradients sum them."""
     partial = [p for p in plan.weights if p.partial]
     if not partial:
         return
@@ -436,12 +445,12 @@ def _partial_gradients(plan: Plan, load: Workload) -> Sends:
     yield Sent(load.named(TP), "", "grads", "float32"), nbytes
 
 
-# FSDP. A pass that needs an operand missing from its transfer gathers the operand separately, once. Later both are
-# gathered together, which is the case predicted here.
+# FSDP. If a pass reads an orientation that FSDP did not gather, it gathers this orientation separately, once; in later steps
+# FSDP gathers both together. Only later steps are predicted here.
 
 
 def units_of(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
-    """FSDP's units and the parameters in each unit."""
+    """Return the parameters of each FSDP unit, by name of the unit."""
     units: dict[str, list[ParameterPlan]] = {unit: [] for unit in load.units}
     for parameter in plan.weights if units else ():
         units[load.unit_of(parameter.name)].append(parameter)
@@ -449,15 +458,15 @@ def units_of(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
 
 
 def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
-    """The weights of linears, by parameter name."""
+    """Return the row of the layer and the record of the parameter for each weight of a linear, by parameter name."""
     weights = {p.name: p for p in plan.weights}
     named = ((row.weight, row) for row in plan.layers)
     return {name: (row, weights[name]) for name, row in named if name in weights}
 
 
 def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> ShardLayouts | None:
-    """Layouts in which FSDP gathers a linear's weight; None: in high precision."""
-    refused = "other modules share it" if parameter.shared else None if load.gather else "it was asked for"
+    """Return the layouts in which FSDP gathers a linear's weight; None: FSDP gathers the weight in high precision."""
+    refused = "other modules share the weight" if parameter.shared else None if load.gather else "gather=False"
     shape, own_group = (parameter.shape[0], parameter.shape[1]), load.amax_group is not None
     return weight_layouts(row.recipe, shape, load.shards, refused=refused, own_group=own_group)[0]
 
@@ -465,9 +474,11 @@ def travels_as(row: LayerPlan, parameter: ParameterPlan, load: Workload) -> Shar
 def gather_passes(
     found: tuple[LayerPlan, ParameterPlan] | None, parameter: ParameterPlan, load: Workload, again: bool
 ) -> list[list[ShardLayout]]:
-    """Return the layouts that forward gathers of a parameter, and, if backward gathers `again`, the layouts that
-    backward gathers: the other orientation, and the orientation of a recomputed forward. found: the linear and the
-    parameter, if the parameter is a weight of a linear."""
+    """Return the layouts that FSDP gathers of a parameter: a list for forward and a list for backward; one list with both
+    orientations if backward does not gather `again`.
+
+    A backward gathers the columnwise operand, and also the rowwise operand if it recomputes the forward. found: the linear and
+    the parameter; None: the parameter is not a weight of a linear."""
     row, col = (found and travels_as(*found, load)) or (VALUES, VALUES)
     passes = [(row,), (col, row) if load.recomputes(parameter.name) else (col,)] if again else [(row, col)]
     return [list(dict.fromkeys(layouts)) for layouts in passes]
@@ -502,8 +513,8 @@ def fsdp_gradients(plan: Plan, load: Workload) -> Counter[Sent]:
 
 
 def _agreements(plan: Plan, load: Workload) -> Sends:
-    """Bytes of the step boundary's all-reduces of amaxes of shards: over dp_shard, over a wider group, and over dp_shard for
-    delayed amaxes on which no wider group agrees."""
+    """Bytes of the step boundary's all-reduces of amaxes of shards: over dp_shard, then over the amax group or tp, and over
+    dp_shard for amaxes of delayed scaling on which no group that contains dp_shard agrees."""
     shards, wider, staged = 0, 0, 0
     for (style, recipe, layouts, shape), count in Counter(_reads(plan, load)).items():
         delayed = [caps_of(layout.quantizer).slot is not None for layout in layouts if layout is not None]
@@ -519,8 +530,8 @@ def _agreements(plan: Plan, load: Workload) -> Sends:
 
 
 def _reads(plan: Plan, load: Workload) -> Iterator[tuple[ParallelStyle, Recipe, ShardRead, tuple[int, ...]]]:
-    """Reads of weights sharded over dp_shard at a step boundary: style and recipe of the linear, layouts, shape of the shard.
-    Equal layers have equal reads."""
+    """Yield the reads of sharded weights at a step boundary, as (style, recipe, layouts of the read, shape of the shard). Equal
+    layers yield equal tuples, which `_agreements` counts."""
     if not load.units or load.shards == 1:
         return
     for row, parameter in linear_weights(plan).values():

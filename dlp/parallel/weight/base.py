@@ -1,4 +1,4 @@
-"""Parts of weights that know no layer: operands from the step boundary, values that casts read, destinations of gradients.
+"""Classes for weights that do not depend on layers: cast operands, values that casts read, and destinations of gradients.
 
     rowwise     w [N, K]      operand of fprop
     columnwise  w.T [K, N]    operand of dgrad
@@ -6,15 +6,14 @@
 **Main gradients** (`MainGrad`): the wgrad GEMM accumulates dw into an existing gradient with beta = 1, instead of
 autograd.
 
-    off         autograd gets dw [N, K] of each backward and adds it to the parameter's `grad`
-    grad        the first dw becomes the parameter's `grad`, by autograd; to a `grad` in fp32 further ones are added by the GEMM
-    main_grad   dw is added to the parameter's `main_grad`, fp32 or bf16, which the user allocates, as in Megatron-LM; if
-                `overwrite_main_grad` is true, dw replaces `main_grad`. `grad_added_to_main_grad` is then set to True, and
-                autograd gets zeros where `zero_out_wgrad` is true, for hooks that wait for a gradient
+    off         the GEMM returns dw [N, K], and autograd adds dw to the parameter's `grad`
+    grad        autograd sets the first dw as the parameter's `grad`; if `grad` is fp32, the GEMM adds each further dw to `grad`
+    main_grad   the GEMM adds dw to the parameter's `main_grad`, fp32 or bf16, which the user allocates, as in Megatron-LM; with
+                the parameter's attribute `overwrite_main_grad`, dw replaces `main_grad`. `grad_added_to_main_grad` is then set
+                to True. With the attribute `zero_out_wgrad` autograd gets zeros, for hooks that wait for a gradient
 
-In fp32 the result is bitwise equal to autograd's sum, except for nvfp4 on a GPU, which scales the sum of products and adds it
-with one rounding, where autograd rounds twice. `torch.autograd.grad`, which leaves no gradients in parameters, always gets
-gradients from autograd.
+An fp32 sum is bitwise equal to the sum that autograd computes, except for nvfp4 on a GPU, whose GEMM scales the product and
+adds it with one rounding, while autograd rounds twice. `torch.autograd.grad` always returns dw, and accumulates nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def accumulates(parameter: Tensor) -> bool:
     """Whether the running backward accumulates into the `grad` of a parameter. Raises RuntimeError if
     `torch.autograd.grad` returns the gradient.
 
-    The AccumulateGrad node is looked up in each backward and never kept: a node that lives on stays on the stream of its
-    creation, and steps on another stream would accumulate there, unordered with code that reads or frees gradients."""
+    The AccumulateGrad node is looked up in each backward and not stored. A stored node would accumulate on the stream of its
+    creation, even in steps on another stream, unordered with code that reads or frees gradients."""
     found: bool = torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
     return found
 
@@ -65,16 +64,16 @@ class Target(NamedTuple):
 
 
 class MainGrad:
-    """Destination of the wgrads of one parameter of layer `name`, in mode "grad" or "main_grad"."""
+    """Destination of the wgrads of one parameter. mode: "grad" or "main_grad"; name: name of the layer, for messages."""
 
     def __init__(self, parameter: nn.Parameter, mode: str, name: str) -> None:
         self.parameter, self.mode, self.name = parameter, mode, name
 
     def target(self, value: Tensor) -> Target | None:
-        """Destination of wgrad in the running backward; None: autograd gets dw.
+        """Return the destination of wgrad in the running backward; None: autograd gets dw.
 
-        `value`: the weight that forward read. If the memory is not the parameter's, the weight was computed from the
-        parameter, and autograd continues from dw."""
+        `value`: the weight that forward read. If the weight has other memory than the parameter, it was computed from the
+        parameter, and autograd needs dw to continue."""
         if value.data_ptr() != _local(self.parameter).data_ptr() or not self._accumulates():
             return None
         return self.buffer()
@@ -87,8 +86,8 @@ class MainGrad:
             return False
 
     def buffer(self) -> Target | None:
-        """The gradient into which dw can be accumulated; None: there is none. Raises ValueError for an unsuitable
-        `main_grad`."""
+        """Return the existing gradient into which the GEMM can accumulate dw; None: autograd must take dw. Raises ValueError
+        for an unsuitable `main_grad`."""
         parameter = self.parameter
         if self.mode == "grad":
             if parameter._backward_hooks:  # hooks read the gradient that autograd passes on
@@ -108,7 +107,7 @@ class MainGrad:
         return Target(main, bool(getattr(parameter, "overwrite_main_grad", False)))
 
     def written(self) -> Tensor | None:
-        """The gradient for autograd after wgrad wrote dw."""
+        """Return the gradient that autograd gets after wgrad wrote dw: zeros if the parameter requests them, else None."""
         if self.mode == "grad":
             return None
         self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
@@ -121,14 +120,16 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class WeightParts:
-    """Parts of the operands from the step boundary, for all weights of a layer, as flat lists.
+    """Parts of the operands that the step boundary cast, for all weights of a layer.
 
-    number               unique among all WeightParts
-    spec                 returns the spec of the layer, which a layer that is being copied has not yet
-    parts                for each weight, parts of the rowwise operand, then parts of the columnwise operand
-    rowwise, columnwise  parts of one orientation
-    operands             rowwise operands of all weights, then columnwise operands, which a frozen layer does not have
-    calls                `BoundCall`s whose captured launches hold the addresses of these parts
+    number               a number that no other WeightParts has
+    spec                 function that returns the spec of the layer; it is called late, since a layer that is being copied has
+                         no spec yet
+    parts                flat list: for each weight the parts of the rowwise operand, then the parts of the columnwise operand
+    sizes                number of rowwise and number of columnwise parts of one weight; a frozen layer has 0 columnwise parts
+    rowwise, columnwise  flat lists of the parts of one orientation
+    operands             list of the rowwise operands of all weights, and list of the columnwise operands (empty if frozen)
+    calls                `BoundCall`s whose captured launches contain the addresses of these parts
     """
 
     def __init__(self, spec: Callable[[], LinearSpec], parts: Sequence[Tensor], sizes: tuple[int, int]) -> None:
@@ -159,12 +160,12 @@ class WeightParts:
             )
 
     def both_of(self, used: Sequence[int]) -> list[Tensor]:
-        """Parts of some of the weights, in both orientations."""
+        """Return the parts of the `used` weights, in both orientations, in the order of `parts`."""
         size = sum(self._sizes)
         return [part for i in used for part in self.parts[i * size : (i + 1) * size]]
 
     def columnwise_operands(self, used: Sequence[int]) -> list[QuantizedTensor]:
-        """Columnwise operands of some of the weights. Raises RuntimeError for a frozen layer."""
+        """Return the columnwise operands of the `used` weights. Raises RuntimeError for a frozen layer."""
         operands = self.operands[1]
         if len(used) == len(operands):
             return operands
@@ -173,11 +174,10 @@ class WeightParts:
 
 
 class Values:
-    """Matrices that casts at the step boundary read: weights, or copies in the dtype and size that casts need.
+    """Matrices that casts at the step boundary read: weights, or copies of weights in the dtype and shape that casts need.
 
-    The copies are kept from step to step, by name of the weight, since launches hold their addresses. All copies are
-    renewed together:
-    copies that are only rounded in one multi-tensor call, padded copies in another.
+    A copy is used in all steps, since launches contain its address. All copies are written together: copies that are only
+    rounded by one multi-tensor call, padded copies by another.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Values:
         return copy
 
     def renew(self) -> None:
-        """Write the copies that were requested since the last `renew`, and forget all others."""
+        """Write the copies that were requested since the last `renew`, and discard all others."""
         pairs = list(self._requested.values())
         for padded in (False, True):
             chosen = [(copy, weight) for copy, weight in pairs if (copy.shape != weight.shape) == padded]
@@ -206,14 +206,15 @@ class Values:
 
 
 class WeightBatch:
-    """State of one model between calls of `refresh`: copies of values, prepared launches."""
+    """State of one model that calls of `refresh` share: copies of weights (`values`) and prepared launches (`casts`)."""
 
     def __init__(self) -> None:
         self.values, self.casts = Values(), CastBatch()
 
 
 def share_amaxes(staged: Sequence[tuple[ProcessGroup, list[Tensor]]]) -> None:
-    """Agree on staged amaxes, once for each group."""
+    """Agree on the amaxes of delayed scaling, by one all-reduce for each group. `staged`: groups, and the amaxes on which the
+    group agrees; they are overwritten in place."""
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for group, its in staged:
         by_group.setdefault(group, []).extend(its)

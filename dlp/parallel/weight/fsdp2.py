@@ -1,18 +1,19 @@
 """fully_shard: PyTorch's fully_shard on the data-parallel axes of the mesh, with quantized gathers of weights.
 
-FSDP2 calls two methods on the local tensor of a sharded parameter, if it has them: `fsdp_pre_all_gather` returns the
-tensors to gather, and `fsdp_post_all_gather` receives the gathered tensors. `dlp.attach` sets both as attributes of a plain
-tensor, so that state dicts, optimizers and checkpoints see plain DTensors under every recipe. (A tensor subclass, the usual
-place of these methods, would have to be unwrapped by all of these users.)
+If the local tensor of a sharded parameter has the methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2 gathers the
+tensors that the first returns, and passes the gathered tensors to the second. `dlp.attach` sets both as attributes of a plain
+tensor, so that state dicts, optimizers and checkpoints see plain DTensors under every recipe. (Usually a tensor subclass has
+these methods, which all of this code would have to unwrap.)
 
-    hooked      fsdp_pre_all_gather: the cast shard ─► one all-gather for each FSDP unit ─► fsdp_post_all_gather
-    unhooked    FSDP gathers the values without hooks, in `mp_policy.param_dtype`
+    with hooks      fsdp_pre_all_gather: the cast shard ─► one all-gather for each FSDP unit ─► fsdp_post_all_gather
+    without hooks   FSDP gathers the values, in `mp_policy.param_dtype`
 
-The gathered parameter that a layer sees is a placeholder: it has shape, dtype and autograd identity of the weight, no memory,
-and torch calls that need values raise (`dlp.parallel.weight.parameters`). The layer reads codes and scales
-(`dlp.parallel.weight.sharded`). FSDP allocates and frees gathered memory, prefetches, reshards and reduces gradients as always.
+With hooks the gathered parameter of a layer is a placeholder: it has shape and dtype of the weight, and autograd accumulates
+its gradient, but it has no memory, and torch calls that need values raise (`dlp.parallel.weight.parameters`). The layer reads
+codes and scales (`dlp.parallel.weight.sharded`). FSDP allocates and frees gathered memory, prefetches, reshards and reduces
+gradients as it does without hooks.
 
-Gradients may be sent over dp_shard in fewer bits than the dtype of their reduction (`set_grad_wire`).
+`set_grad_wire` sets the format in which gradients are sent over dp_shard.
 
 This is the only file that uses private attributes of FSDP2.
 """
@@ -57,9 +58,13 @@ from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 
 @dataclass(frozen=True)
 class Gathering:
-    """Arguments of `fully_shard` for one unit. refused: reason why its weights cannot be gathered quantized, or None;
-    early: the forward
-    hook that logs that `dlp.attach` has not been called."""
+    """Arguments of `fully_shard` for one unit.
+
+    group         the group over which parameters are sharded
+    from_master   `quantize_from_master`
+    refused       reason why the weights of the unit cannot be gathered quantized; None: they can
+    early         handle of the forward hook that logs that `dlp.attach` has not been called
+    """
 
     group: ProcessGroup
     from_master: bool
@@ -79,11 +84,12 @@ def fully_shard(
     Args:
         module: FSDP unit.
         mesh: mesh of `dlp.build_mesh`.
-        quantized_gather: after `dlp.attach`, FSDP gathers codes and scales, which each rank casts from its shard after every
-            optimizer step. The gathered operand equals the cast of the complete weight bit for bit. Weights for which this
-            does not hold, and all weights with False, are gathered in `mp_policy.param_dtype` and cast where they are used;
-            the plan says why.
-        quantize_from_master: casts read parameters as they are stored, not rounded to `param_dtype` first.
+        quantized_gather: True: after `dlp.attach`, FSDP gathers codes and scales, which each rank casts from its shard after
+            every optimizer step. The gathered operand is bitwise equal to the cast of the complete weight. Weights for which
+            this is not possible are gathered in `mp_policy.param_dtype` and cast in each pass, and a log line states the
+            reason. False: all weights are gathered in `mp_policy.param_dtype`.
+        quantize_from_master: True: casts read parameters in the dtype in which they are stored. False: parameters are rounded
+            to `mp_policy.param_dtype` before the casts.
         **fsdp2_keywords: keywords of `torch.distributed.fsdp.fully_shard`.
 
     Returns:
@@ -109,7 +115,7 @@ def fully_shard(
     sharded = fsdp.fully_shard(module, mesh=dims.fsdp_mesh, **fsdp2_keywords)
     state = vars(module).get("dlp_session")
     if state is not None:
-        state.hook_first(module)  # FSDP has inserted a hook that gathers before this hook
+        state.hook_first(module)  # FSDP has inserted its hook, which gathers parameters, before the hooks of dlp
     refused = _refused(fsdp2_keywords) if quantized_gather else "quantized_gather=False"
     if invariant:
         refused = "invariant = true casts values after the gather"
@@ -128,7 +134,7 @@ def fully_shard(
 
 
 def _check_fp32(policy: fsdp.MixedPrecisionPolicy | None) -> None:
-    """Raise ValueError where gradients of an invariant model would be rounded before FSDP adds them."""
+    """Raise ValueError if the policy would round gradients of an invariant model before FSDP adds them."""
     dtypes = () if policy is None else (policy.param_dtype, policy.reduce_dtype)
     narrow = [dtype for dtype in dtypes if dtype not in (None, torch.float32)]
     if narrow:
@@ -139,7 +145,8 @@ def _check_fp32(policy: fsdp.MixedPrecisionPolicy | None) -> None:
 
 
 def _sum_by_tree(unit: fsdp.FSDPModule) -> None:
-    """Let FSDP add the gradients of a unit by the tree, without dividing them: powers of two would move denormals."""
+    """Let FSDP add the gradients of a unit in the order of invariant sums (`TREE`), without a division, which would round
+    denormals."""
     unit.set_custom_reduce_scatter(CodecReduceScatter(TREE))
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
@@ -158,7 +165,7 @@ def _check_order(module: nn.Module) -> None:
 
 
 def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-    """Raise ValueError for a quantized-only weight."""
+    """Raise ValueError for a quantized-only weight. `ignored`: parameters that FSDP does not manage."""
     left = {*map(id, ignored)}
     for weights in weights_in(module):
         if any(is_placeholder(stored) and id(stored) not in left for stored in weights.stored()):
@@ -169,10 +176,10 @@ def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
 
 
 def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Replace an integer `reshard_after_forward` of 1 or `ranks` by False or True.
+    """Return the keywords with an integer `reshard_after_forward` of 1 or `ranks` replaced by False or True.
 
-    Raises ValueError for another integer if FSDP2 does not support it: parameters that are resharded to some of the ranks must
-    be plain tensors that FSDP gathers without hooks."""
+    Raises ValueError for another integer, which shards weights over some of the ranks after forward, if the parameters are
+    DTensors or need hooks: FSDP2 supports such an integer only for plain parameters without hooks."""
     reshard = keywords.get("reshard_after_forward")
     if not _is_integer(reshard) or reshard in (1, ranks):
         return keywords | ({"reshard_after_forward": reshard != 1} if _is_integer(reshard) else {})
@@ -199,22 +206,27 @@ def _is_integer(reshard: Any) -> bool:
 
 
 def _before_attach(module: nn.Module, args: Any) -> None:
-    """Log that values are gathered while there is no step boundary; not during an evaluation, which needs none."""
+    """Forward hook before `dlp.attach`: log that weights are gathered in high precision. An evaluation under torch.no_grad logs
+    nothing."""
     for weights in weights_in(module):
         if torch.is_grad_enabled() and not weights.layer.spec.recipe.w.keeps_source:
             weights.layer.session.note("w is gathered in high precision: dlp.attach has not been called")
 
 
 def _refused(keywords: dict[str, Any]) -> str | None:
-    """Reason why FSDP2 with these keywords cannot gather the tensors of a hook; None if it can."""
+    """Return the reason why FSDP2 with these keywords cannot gather the tensors that hooks return; None: it can."""
     reshard = keywords.get("reshard_after_forward")
     if _is_integer(reshard):
-        return f"reshard_after_forward={reshard} keeps values"
-    return "shards are offloaded" if isinstance(keywords.get("offload_policy"), fsdp.CPUOffloadPolicy) else None
+        return f"reshard_after_forward={reshard} supports only gathers of values"
+    return (
+        "offload_policy offloads the shards"
+        if isinstance(keywords.get("offload_policy"), fsdp.CPUOffloadPolicy)
+        else None
+    )
 
 
 def gather_quantized(model: nn.Module) -> None:
-    """Hook the weights of this model's layers, so that they are gathered as the arguments of `fully_shard` require."""
+    """Set hooks on the sharded weights of this model's layers, so that FSDP gathers codes and scales where this is possible."""
     owners = {
         (id(member.module), member.weight): (weights, i)
         for weights in weights_in(model)
@@ -234,9 +246,10 @@ def gather_quantized(model: nn.Module) -> None:
 
 
 def cast_managed(weights: LayerWeights, records: Sequence[Managed | None]) -> None:
-    """Let the step boundary cast these weights, which FSDP does not shard, from the parameters that optimizers step on.
+    """Replace each weight that FSDP manages and does not shard by a `ManagedWeight`, which is cast from the parameter that the
+    optimizer steps on.
 
-    `records`: FSDP's record of each weight, None for a weight that FSDP does not manage."""
+    `records`: FSDP's record of each weight; None: FSDP does not manage the weight."""
     weights.set([
         weight if record is None or type(weight) is not LocalWeight else ManagedWeight(weights, i, record)
         for i, (weight, record) in enumerate(zip(weights, records, strict=True))
@@ -244,7 +257,7 @@ def cast_managed(weights: LayerWeights, records: Sequence[Managed | None]) -> No
 
 
 class _Gather:
-    """Hooks of one parameter, and the buffers that FSDP2 gathers into, by layouts that are gathered together."""
+    """Hooks of one parameter. `_outputs`: the buffers into which FSDP2 gathers, by the layouts that are gathered together."""
 
     def __init__(self, module: nn.Module, param: Any, weights: LayerWeights, index: int, asked: Gathering) -> None:
         self._module, self._param = module, param
@@ -269,7 +282,7 @@ class _Gather:
         return padded
 
     def _update(self, changed: bool) -> None:
-        """Hook the parameter if it is gathered quantized, else remove the hooks. `changed`: the layouts have changed, so that
+        """Set the hooks if the weight has layouts, else remove the hooks. `changed`: whether the layouts have changed, so that
         FSDP2 must allocate new buffers."""
         hook = self.weight.layouts is not None
         if changed or hook != self._hooked:
@@ -291,7 +304,7 @@ class _Gather:
             show_values(self._param._unsharded_param, self._values())
 
     def _first_gather(self) -> None:
-        """Replacement of FSDP2's `init_unsharded_param`, which makes the gathered parameter at the first gather."""
+        """Replacement of FSDP2's `init_unsharded_param`, which creates the gathered parameter at the first gather."""
         _first_gather(self._param)
         self._hide()
 
@@ -305,7 +318,7 @@ class _Gather:
         return placeholder(self.weight.rows.shape, self.weight.rows.dtype, self._param.device)
 
     def _values(self) -> Tensor:
-        """The gathered parameter as FSDP2 makes it without hooks: a view of a buffer that FSDP2 resizes."""
+        """Create the gathered tensor as FSDP2 does without hooks: a view of a buffer that FSDP2 resizes."""
         size = self._param.padded_sharded_param_size.numel() * self.weight.rows.group.size()
         out = torch.empty(size, dtype=self.weight.rows.dtype, device=self._param.device)
         view = torch.as_strided(out, self._param._orig_size, self._param._contiguous_orig_stride, 0)
@@ -336,10 +349,10 @@ class _Gather:
         *,
         out: Tensor | None = None,
     ) -> tuple[Any, tuple[Tensor, ...]] | None:
-        """`fsdp_post_all_gather`: take the gathered parts.
+        """`fsdp_post_all_gather`: receive the gathered parts.
 
-        At the first gather of a parameter, return the tensor that layers see, and no further memory for FSDP2 to
-        manage."""
+        At the first gather of a parameter, return the placeholder that layers see, and () as there are no further tensors that
+        FSDP2 should free."""
         self._outputs[layouts] = self._param.all_gather_outputs
         self.weight.arrive(outputs, layouts)
         return None if out is not None else (_Strided(self._placeholder()), ())
@@ -364,10 +377,10 @@ def _first_gather(param: Any) -> None:
 
 
 def _cast_late(session: StepState) -> None:
-    """Cast all sharded weights that are not `fresh`, for a gather before the first step boundary, or after weights were
-    loaded.
+    """Cast all sharded weights that are not `fresh`, before a gather: no step boundary has run yet, or weights were changed
+    since.
 
-    Their delayed amaxes replace the amaxes that the last boundary staged."""
+    Amaxes that these casts record for delayed scaling replace the amaxes that the last boundary recorded."""
     stale: list[Weight] = [weight for weight in session.weights() if weight.gathered and not weight.fresh]
     if not session.has_slots():
         refresh(session, stale)
@@ -377,8 +390,11 @@ def _cast_late(session: StepState) -> None:
 
 
 class Managed:
-    """FSDP2's record of a parameter: `stored`, the sharded parameter of the optimizer; `gathered`, the parameter of
-    autograd."""
+    """Access to FSDP2's record of a parameter.
+
+    stored     the sharded parameter, on which the optimizer steps
+    gathered   the parameter that modules see in passes, to which autograd passes gradients
+    """
 
     def __init__(self, param: Any, group: Any) -> None:
         self._param, self._group = param, group
@@ -406,15 +422,15 @@ class Managed:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward reduces gradients into the sharded parameter, or accumulates them in the gathered
+        """Whether a backward reduces gradients into the sharded parameter; if not, it accumulates them in the gathered
         parameter."""
         return bool(self._group.reduce_grads)
 
 
 class ManagedWeight(LocalWeight):
-    """Weight whose parameter FSDP manages and does not shard, since dp_shard is one rank.
+    """Weight whose parameter FSDP manages and does not shard, since dp_shard has one rank.
 
-    The layer may hold FSDP's copy of the parameter, so the step boundary casts the parameter that the optimizer steps
+    The module may contain FSDP's copy of the parameter, so the step boundary casts the parameter that the optimizer steps
     on."""
 
     managed = True
@@ -432,8 +448,8 @@ class ManagedWeight(LocalWeight):
         return local_values(self.stored)
 
     def casts(self, values: Values) -> list[Cast]:
-        """Casts of the step boundary. Empty if the recipe keeps w in high precision, or if FSDP rounds its copy to a dtype
-        other than the dtype of activations: then the layer reads the copy."""
+        """Return the casts of the step boundary. The list is empty, and passes read FSDP's copy, if the recipe does not
+        quantize w, or if FSDP rounds the copy to another dtype than the dtype of activations."""
         w = self.bound.spec.recipe.w
         if w.keeps_source or self._record.dtype not in (None, self.owner.dtype):
             return []
@@ -441,7 +457,7 @@ class ManagedWeight(LocalWeight):
 
 
 def managed(model: nn.Module) -> Iterator[tuple[nn.Module, str, Managed]]:
-    """Parameters that FSDP2 manages: each module that holds one, and the name in the module."""
+    """Yield (module, name in the module, record) for each module that contains a parameter which FSDP2 manages."""
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
             for group in _groups(module):
@@ -451,44 +467,45 @@ def managed(model: nn.Module) -> Iterator[tuple[nn.Module, str, Managed]]:
 
 
 def _groups(module: nn.Module) -> list[Any]:
-    """FSDP2's objects for the parameters of a unit that are reduced together."""
+    """Return FSDP2's parameter groups of a unit; the gradients of a group are reduced together."""
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def _fsdp_params(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's objects for the parameters of a unit."""
+    """Yield FSDP2's objects for the parameters of a unit."""
     for group in _groups(module):
         yield from group.fsdp_params
 
 
 def _holders(param: Any) -> list[tuple[nn.Module, str]]:
-    """Modules that hold a parameter, and the name in each."""
+    """Return (module, name in the module) for each module that contains a parameter."""
     info = param._module_info
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def _owners(param: Any) -> list[tuple[int, str]]:
-    """Modules that hold a parameter, by id, and the name in each."""
+    """Return (id of the module, name in the module) for each module that contains a parameter."""
     return [(id(module), name) for module, name in _holders(param)]
 
 
 class CodecReduceScatter(ReduceScatter):
-    """FSDP2's reduce-scatter as an exchange and a sum of contributions packed by `codec`.
+    """Replacement of FSDP2's reduce-scatter, in which ranks exchange contributions packed by `codec`, then sum them.
 
-    FSDP passes the gradients of a unit as one flat tensor, with a part for each rank; blocks of 128 lie along it. Sums are fp32
-    in rank order, divided by the number of ranks and rounded once to the dtype of the reduction (`reduce_dtype`).
+    FSDP passes the gradients of a unit as one flat tensor, with a part for each rank; a codec with blocks divides each part
+    into blocks of 128 elements. Sums are computed in fp32 in rank order, divided by the number of ranks and rounded once to the
+    dtype of the reduction (`reduce_dtype`).
 
     Args:
         codec: packs and sums the contributions.
-        computed: the dtype of all gradients, which FSDP then copies without conversion; None: FSDP converts
-            them to the dtype of the reduction first.
+        computed: dtype of all gradients, in which they are sent; None: FSDP first converts gradients to the dtype of the
+            reduction.
     """
 
     def __init__(self, codec: ReduceCodec, computed: torch.dtype | None = None) -> None:
         self.codec, self.computed = codec, computed
-        self._has_input = False  # FSDP allocates the input of a reduction, then the output
+        self._has_input = False  # FSDP calls `allocate` for the input of a reduction, then for the output
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         is_input, self._has_input = not self._has_input, not self._has_input
@@ -498,7 +515,7 @@ class CodecReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:  # fmt: skip
-        """Run on the current stream, for any `async_op`. Raises ValueError for an op other than a sum or an average."""
+        """Run on the current stream, whatever `async_op` is. Raises ValueError for an op other than SUM and AVG."""
         self._has_input = False
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"a gradient wire supports SUM and AVG; got {op}: leave the gradient divide factor unset")
@@ -513,15 +530,17 @@ class CodecReduceScatter(ReduceScatter):
 
 
 def set_grad_wire(model: nn.Module, wire: str, computed: torch.dtype | None = None) -> None:
-    """Set the encoding of gradients of every FSDP unit of `model` to one of WIRES; call it after `fully_shard`.
+    """Set the format in which gradients of every FSDP unit of `model` are sent. Call this function after `fully_shard`.
 
     Args:
-        wire: "hp", "bf16" or "fp8".
-        computed: with "hp", the dtype of all gradients when FSDP reduces them. Gradients are sent in this dtype and
-            summed in fp32, so that over two ranks the sum has the bits of FSDP's own fp32 reduction (over more ranks, the sum
-            is in rank order). Only for gradients that FSDP has not accumulated over microbatches in the dtype of the reduction.
+        model: model with FSDP units.
+        wire: format of the contributions: "hp", "bf16" or "fp8".
+        computed: with "hp", the dtype of all gradients when FSDP reduces them. Gradients are sent in this dtype and summed in
+            fp32, in rank order. Over two ranks the sum is bitwise equal to FSDP's fp32 reduction. Not supported for gradients
+            that FSDP accumulates over microbatches, which have the dtype of the reduction. None: the dtype of the reduction.
 
-    Raises ValueError for another wire, and for `computed` with another wire than "hp".
+    Raises:
+        ValueError: for another wire, for `computed` with another wire than "hp", and for an invariant model.
     """
     if computed is not None and wire != "hp":
         raise ValueError(f"computed requires the wire 'hp'; got {wire!r}: leave computed out")

@@ -1,19 +1,20 @@
-"""quantized_model_init: layers that hold their weights as codes and scales only.
+"""quantized_model_init: layers whose weights exist as codes and scales only.
 
     with dlp.quantized_model_init(recipe="fp8_current", preserve_high_precision_init_val=True):
         model = Net()                                    # dlp's own layers, or dlp.convert of a model
     optimizer = dlp.with_master_weights(model, lambda parameters: AdamW(parameters, lr=1e-3))
 
 The parameter of such a layer is a placeholder (`dlp.parallel.weight.parameters`): it has shape, dtype and gradient of the
-weight, but no memory, and torch calls that need values raise. `Module.to`, `bfloat16` and the like move codes, not values.
-State dicts hold the decoded values, and loading quantizes loaded values. The step of a plain optimizer on codes would be lost
-in rounding, so the optimizer of `with_master_weights` steps on separate fp32 weights, the masters:
+weight, but no memory, and torch calls that need values raise. `Module.to`, `bfloat16` and the like move the codes to the device
+and change only the dtype in which values are read. State dicts contain the decoded values, and loading quantizes the loaded
+values. An optimizer step that is smaller than the spacing of the codes would be lost, so the optimizer of
+`with_master_weights` steps on separate fp32 weights, the masters:
 
     before a step   gradients move from the placeholders to the masters
     step            the optimizer steps on the masters
-    after step the masters are quantized into the layers
+    after a step    the masters are quantized into the layers
 
-Loaded weights become the masters, so that the next step starts from them; `dlp.state_dict` holds the masters in fp32.
+Loaded weights become the masters, from which the next step starts. `dlp.state_dict` contains the masters in fp32.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ LOG = logging.getLogger("dlp")
 def quantized_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    """Create linears that hold quantized weights only. A context manager.
+    """Context manager in which linears are constructed with quantized weights only, without high-precision weights.
 
-    A layer whose recipe does not quantize weights stays as it is.
+    A layer whose recipe does not quantize weights is constructed with high-precision weights.
 
     Args:
         enabled: False: the region has no effect.
@@ -94,7 +95,7 @@ def quantized_model_init(
 
 
 def hold_quantized(weights: LayerWeights) -> None:
-    """Inside `quantized_model_init`: quantize the weights of a layer under construction, and free their values."""
+    """If a `quantized_model_init` is active, quantize the weights of a layer under construction, and free their values."""
     layer, region = weights.layer, REGION.get()
     if region is None:
         return
@@ -108,10 +109,10 @@ def hold_quantized(weights: LayerWeights) -> None:
 class HeldWeight(LocalWeight):
     """Quantized-only weight, with codes and scales in `parts`.
 
-    recipe      recipe of the codes
+    recipe      recipe that quantized the weight
     parameter   the placeholder
-    initial     values before quantization, on the host; None: not preserved, or changed since
-    master      fp32 weight that an optimizer steps on (`with_master_weights`); None: there is no such optimizer
+    initial     values before the quantization, in host memory; None: not preserved, or the weight was written since
+    master      fp32 weight on which an optimizer steps (`with_master_weights`); None: there is no such optimizer
     """
 
     held = True
@@ -156,15 +157,15 @@ class HeldWeight(LocalWeight):
 
     @property
     def no_values(self) -> str:
-        """Clause for the error of a placeholder."""
+        """End of the error message of a placeholder, see `Valueless`."""
         return (
             f"is quantized-only ({self.recipe} codes): read values from model.state_dict(), write values by "
             f"load_state_dict() or reset_parameters(), and train with the optimizer of dlp.with_master_weights"
         )
 
     def check_in_place(self, parameter: Any) -> None:
-        """Raise ValueError unless a parameter is a placeholder, or the plain view of a placeholder in a left-out
-        module."""
+        """Raise ValueError unless the module's `parameter` is a placeholder, which has a stride of 0, or a plain view of
+        one."""
         if 0 not in (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).stride():
             raise ValueError(
                 f"{self.bound.spec.name}: a tensor was assigned in place of a weight that {self.no_values}"
@@ -178,12 +179,12 @@ class HeldWeight(LocalWeight):
         """Do nothing: the codes are the only form of the weight."""
 
     def casts(self, values: Values) -> list[Cast]:
-        """No casts: the step boundary has no values to cast; `write` quantizes new values."""
+        """Return no casts: there are no values that the step boundary could cast; `write` quantizes new values."""
         return []
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Quantize this rank's values [N, K], rounded to the dtype of the parameter, in place."""
+        """Round this rank's values [N, K] to the dtype of the parameter, and quantize them into `parts`, in place."""
         self.initial = None
         rounded = values.detach().to(self.parameter.dtype)
         (operands,) = quantize(self.bound, "w", [rounded], BOTH, members=[self.name])
@@ -191,7 +192,7 @@ class HeldWeight(LocalWeight):
 
     @property
     def _local(self) -> Tensor:
-        """The tensor that the parameter holds on this rank."""
+        """The local tensor of the parameter."""
         return self.parameter._local_tensor if isinstance(self.parameter, DTensor) else self.parameter
 
     def decoded(self) -> Tensor:
@@ -212,7 +213,7 @@ class HeldWeight(LocalWeight):
             self._hide(self._local)
 
     def _follow(self) -> None:
-        """Take over a parameter from `load_state_dict(assign=True)`."""
+        """Use a new parameter, which `load_state_dict(assign=True)` has assigned to the module, instead of the old one."""
         put, before = getattr(self.member.module, self.member.weight), self.parameter
         if put is not before:
             put.requires_grad_(before.requires_grad)
@@ -221,8 +222,8 @@ class HeldWeight(LocalWeight):
 
     @torch.no_grad()
     def _load(self, values: Tensor) -> None:
-        """Quantize loaded values and make them the master. If the values equal the decoded codes, then codes, master and
-        `initial`, which may be more precise, remain."""
+        """Quantize loaded values, and write them to the master if there is one. If the values equal the decoded codes, do
+        nothing, since master and `initial` may be more precise."""
         decoded = self.decoded()
         if decoded.dtype == values.dtype and torch.equal(decoded, values):
             return
@@ -232,7 +233,7 @@ class HeldWeight(LocalWeight):
         self.write(values)
 
     def check_move(self, device: torch.device) -> None:
-        """Raise ValueError for a device without memory."""
+        """Raise ValueError for the meta device, on which the codes would be lost."""
         if device.type == "meta":
             raise ValueError(
                 f"{self.bound.spec.name}: the weight is quantized-only ({self.recipe} codes), and moving to the meta "
@@ -241,8 +242,8 @@ class HeldWeight(LocalWeight):
 
     @torch.no_grad()
     def move(self, apply: Callable[[Tensor], Tensor]) -> None:
-        """Apply `Module.to`, `half`, `to_empty` and the like to a parameter: the codes move to the device of `apply`, and
-        values are read in its dtype from then on; the codes stay the same."""
+        """Apply `Module.to`, `half`, `to_empty` and the like: the codes move to the new device unchanged, and values are
+        decoded to the new dtype from then on. `apply`: function that returns a tensor on the new device in the new dtype."""
         now, grad = apply(self._local.new_empty(0)), self.parameter.grad
         self.parts = [part.to(now.device) for part in self.parts]
         self.owner.collect()
@@ -254,7 +255,8 @@ class HeldWeight(LocalWeight):
             show_values(self.master, local_values(self.master).to(now.device))
 
     def take_master(self) -> nn.Parameter:
-        """Return the master; a new master has the preserved initial values or, without these, the decoded values."""
+        """Return the master. If there is none, create it from the preserved initial values or, without these, from the decoded
+        values."""
         if self.master is None:
             values = self.decoded() if self.initial is None else self.initial
             values, parameter = values.to(self.parameter.device, torch.float32).clone(), self.parameter
@@ -275,28 +277,29 @@ Closure = Callable[[], Any]
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """Return the closure among the arguments that an optimizer hook gets for `step`; None if there is none."""
+    """Return the closure from the arguments of `step` that an optimizer hook gets; None: `step` has no closure."""
     closure: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
     return closure
 
 
 def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure) -> Arguments:
-    """The same arguments with another closure."""
+    """Return the same arguments with another closure."""
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
 
 
 def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
-    """Create an optimizer over fp32 masters of the parameters that a model holds quantized.
+    """Create an optimizer for a model with quantized-only weights, which steps on fp32 copies of these weights, the masters.
 
-    Masters start from preserved initial values, or from decoded values. A step moves gradients to the masters, steps, and
-    quantizes masters into the layers. Masters are part of `dlp.state_dict`; weights that are loaded without masters become the
-    masters. `zero_grad` of the optimizer clears gradients of the quantized parameters as well.
+    A master starts from the preserved initial values, or from the decoded values. A step moves gradients to the masters, steps,
+    and quantizes the masters into the layers. Masters are part of `dlp.state_dict`. If weights are loaded without masters, the
+    masters are set to the loaded weights. `zero_grad` of the optimizer also clears the gradients of the quantized-only
+    parameters.
 
     Args:
         model: model with layers of `dlp.quantized_model_init`.
-        make: `make(parameters)` returns the optimizer.
+        make: function that returns the optimizer for a list of parameters, in which masters replace quantized-only parameters.
 
     Returns:
         The optimizer.
@@ -349,7 +352,7 @@ class _MasterSteps:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._write()
         for weight, master in self._pairs:
-            master.grad = None  # the initial value has been used
+            master.grad = None
             torch.autograd.graph.increment_version(weight.parameter)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
@@ -362,7 +365,7 @@ class _MasterSteps:
 
 
 def masters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Masters of quantized-only weights, by name of the weight."""
+    """Return the masters of quantized-only weights, by name of the weight."""
     return {weight.name: weight.master for weight in _held(model) if weight.master is not None}
 
 

@@ -1,7 +1,7 @@
 """Weights without FSDP sharding, and the parameters that hold them.
 
-Every parameter of a converted model is a DTensor on the mesh's tp axis, to which FSDP adds its own axes; so gradient clipping
-and checkpoints work by themselves. Layers compute on this rank's plain tensor (`local`).
+Every parameter of a converted model is a DTensor on the tp axis of the mesh, to which FSDP adds the axis over which it shards.
+torch's gradient clipping and checkpoints support such parameters. Layers compute with this rank's plain tensor (`local`).
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from dlp.quant.tensor import QuantizedTensor
 
 
 def set_local(layer: LayerState) -> None:
-    """Give a layer that is being constructed weights whose complete values are on this rank."""
+    """Give a layer that is being constructed weights of class `LocalWeight`."""
     layer.weights.set([LocalWeight(layer.weights, i) for i in range(len(layer.members))])
 
 
 class LocalWeight(Weight):
-    """A weight whose complete values are on this rank."""
+    """A weight w [N, K] that FSDP does not shard: this rank has the complete weight, or the complete tp shard."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"parts": []}
 
     @property
     def stored(self) -> Tensor | None:
-        # Not via `member`, since this runs for each weight before a model's forward
+        # without the property `member`, to save time: this runs for each weight before each forward of a model
         member = self.owner.layer.members[self.index]
         return member.module._parameters.get(member.weight)
 
     @property
     def value(self) -> Tensor:
-        """Values [N, K], which the step boundary casts."""
+        """The values [N, K] that the step boundary casts."""
         spec = self.bound.spec
         return local(getattr(self.member.module, self.member.weight), spec.name, spec.num_axes).detach()
 
@@ -61,10 +61,9 @@ class LocalWeight(Weight):
         return operands.at(columnwise=columnwise)
 
     def casts(self, values: Values) -> list[Cast]:
-        """Casts of both orientations, of values rounded to the dtype of activations, into the operands of the last
-        boundary.
-
-        Empty before the layer has run, since the dtype is not known, and if passes cast the weight."""
+        """Return the casts of both orientations. The casts read values that are rounded to the dtype of activations, and
+        overwrite the operands that the last step boundary cast. The list is empty before the first forward, since this dtype
+        is not known yet, and if each pass casts the weight."""
         bound, dtype = self.bound, self.owner.dtype
         if dtype is None or not self.owner.caches:
             return []
@@ -78,10 +77,10 @@ class LocalWeight(Weight):
         self.keep(Operands(row[0], col[0] if col else row[0].transpose()))
 
     def staged(self) -> None:
-        """None: `ScalingState` agrees on these amaxes."""
+        """Return None: `ScalingState` agrees on these amaxes."""
 
     def keep(self, operands: Operands) -> None:
-        """Store these operands. Existing operands are overwritten in place, since launches hold their addresses."""
+        """Store these operands. Existing operands are overwritten in place, since launches contain their addresses."""
         parts = flatten([operands])
         if not self.parts:  # both orientations may share a scale, but torch.compile accepts a tensor only once
             self.parts = [part.detach() for part in parts]
@@ -97,9 +96,9 @@ class LocalWeight(Weight):
 
 
 class _Local(torch.autograd.Function):
-    """DTensor -> this rank's tensor; the gradient is wrapped with the same placement.
+    """Autograd function that returns the local tensor of a DTensor. The gradient becomes a DTensor with the same placements.
 
-    `DTensor.to_local` has further features, at three times the host cost of a small linear."""
+    `DTensor.to_local` has further features, but takes the host three times as long as a small linear."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, before: Callable[[], None] | None) -> Tensor:
@@ -116,7 +115,7 @@ class _Local(torch.autograd.Function):
 
 
 def shards_of(parameter: Tensor) -> tuple[int, ...]:
-    """Number of shards along each dimension of a parameter."""
+    """Return the number of shards along each dimension of a parameter."""
     shards = [1] * parameter.dim()
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
@@ -126,14 +125,13 @@ def shards_of(parameter: Tensor) -> tuple[int, ...]:
 
 
 def num_axes(parameter: Any) -> int:
-    """Number of mesh axes of a parameter: 0 for a plain parameter, 1 (tp) after conversion, more while FSDP has the
-    parameter resharded."""
+    """Return the number of mesh axes of a parameter: 0 for a plain parameter, 1 (tp) after conversion, more while the parameter
+    is sharded by FSDP."""
     return len(parameter._spec.placements) if isinstance(parameter, DTensor) else 0
 
 
 def check_whole(parameter: Any, axes: int, name: str) -> None:
-    """Raise RuntimeError for a parameter that does not have `axes` mesh axes, as it has while its layer may compute
-    with it."""
+    """Raise RuntimeError unless a parameter has `axes` mesh axes, without the axis of FSDP, and is complete on this tp rank."""
     if num_axes(parameter) < axes:
         raise RuntimeError(
             f"{name}: a plain tensor replaces a parameter that is a DTensor on tp; copy values into the parameter instead"
@@ -147,22 +145,22 @@ def check_whole(parameter: Any, axes: int, name: str) -> None:
 
 
 def held(parameter: Any) -> Any:
-    """This rank's tensor of a parameter, or None: the tp shard or, while FSDP has the parameter resharded, a shard of it, which
-    must not be used in computations (`check_whole`)."""
+    """Return the local tensor of a DTensor, else the parameter itself, which may be None. While a parameter is sharded by FSDP,
+    its local tensor is incomplete and must not be used in computations (`check_whole`)."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def local_values(parameter: Tensor) -> Tensor:
-    """This rank's tensor of a parameter, detached."""
+    """Return the local tensor of a DTensor, else the parameter itself, detached."""
     return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None] | None = None) -> Tensor:
-    """This rank's tp shard of a parameter, as a plain tensor whose gradient goes to the parameter.
+    """Return this rank's tp shard of a parameter as a plain tensor, through which autograd passes gradients to the parameter.
 
     name     name of the layer, for messages
-    axes     see `check_whole`, whose RuntimeError this raises
-    before   called in backward before the gradient is passed on
+    axes     number of mesh axes that the parameter must have, else RuntimeError (`check_whole`)
+    before   called in backward before the gradient is passed to the parameter; None: nothing is called
     """
     check_whole(parameter, axes, name)
     if not isinstance(parameter, DTensor):
@@ -176,8 +174,12 @@ def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None
 
 
 def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Parameter:
-    """Create the parameter on tp from a full tensor (rank 0's is used): this rank keeps a shard, and the tensor's
-    attributes."""
+    """Create a parameter from a full tensor: this rank gets its shard of rank 0's tensor, and the Python attributes of the
+    tensor.
+
+    tp          mesh with the tp axis; None: the parameter is a plain tensor
+    shard_dim   dimension that tp shards; None: replicated
+    """
     part: Tensor = tensor.detach()
     if tp is not None:
         placement: Placement = Replicate() if shard_dim is None else Shard(shard_dim)
@@ -189,7 +191,7 @@ def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Pa
 
 @torch.no_grad()
 def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Overwrite a parameter, which may be sharded, from a tensor of the full shape; rank 0's tensor is used."""
+    """Overwrite a parameter, which may be sharded, with values of a tensor of the full shape: all ranks use rank 0's tensor."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         replicated = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=True)

@@ -1,12 +1,12 @@
 """Classes of parameters that restrict torch calls on sharded parameters and on placeholders.
 
-    PlacedParameter       a DTensor on tp: `p.data = t` takes effect, which torch loses for DTensors
-    ShardedParameter      a DTensor that FSDP shards: `p.data = t` raises, since FSDP gathers the memory that it knows
-    PlaceholderParameter  stands for a quantized-only weight: reading or writing values raises
-    PlaceholderDTensor    a placeholder on tp
+    PlacedParameter       a DTensor on tp: `p.data = t` replaces the local tensor, while torch ignores it for a plain DTensor
+    ShardedParameter      a DTensor that FSDP shards: `p.data = t` raises, since FSDP would still gather the old memory
+    PlaceholderParameter  parameter in place of a weight that exists only as codes: reading or writing values raises
+    PlaceholderDTensor    the same for a DTensor on tp
 
-A parameter gets such a class by `take_class`, and stays the same object, which optimizers and autograd hold. None of
-the classes is part of a checkpoint: state dicts, copies and pickles hold plain parameters.
+`take_class` sets the class of an existing parameter, which stays the same object for optimizers and autograd. State dicts
+contain plain parameters, without these classes.
 
 The checks at the end apply to weights that are converted or quantized. `convert`, `quantized_model_init`, `freeze` and
 `quantize_` share these checks, so that all of them reject the same weights with the same message.
@@ -41,10 +41,10 @@ def _values(parameter: Tensor) -> Tensor:
 
 
 class _SpreadParameter(DTensor):
-    """Base of DTensor parameters whose `data` can, or cannot, be replaced."""
+    """Base class of DTensor parameters that define what `p.data = t` does."""
 
     def detach(self) -> Any:
-        """A tensor of the same class, as `nn.Parameter(p)` asks."""
+        """Return a tensor of the same class, which `nn.Parameter(p)` requires."""
         return take_class(super().detach(), type(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -58,16 +58,15 @@ class _SpreadParameter(DTensor):
 
     @classmethod
     def __tensor_unflatten__(cls, *given: Any) -> Any:
-        """A tensor of the same class, as torch.compile asks."""
+        """Return a tensor of the same class, which torch.compile requires."""
         return take_class(DTensor.__tensor_unflatten__(*given), cls)
 
 
 class PlacedParameter(_SpreadParameter):
-    """Parameter on tp. `p.data = t`, with t a DTensor on the same mesh with the same placements, replaces the memory of
-    p."""
+    """Parameter on tp. `p.data = t` replaces the memory of p; t must be a DTensor with the same mesh and placements."""
 
     def _replace(self, value: Tensor) -> None:
-        """Replace the memory. Raises ValueError for a tensor of another shape or placement."""
+        """Set `p.data`: replace the local tensor. Raises ValueError for a tensor of another shape, mesh or placement."""
         like = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (
             self.device_mesh,
             self.placements,
@@ -102,7 +101,11 @@ class ShardedParameter(_SpreadParameter):
 
 
 class Valueless(Protocol):
-    """Weight that a placeholder stands for. no_values: a clause that says how the weight is stored, and what to do instead."""
+    """Weight that has a placeholder as its parameter.
+
+    bound       the bound spec of the layer
+    no_values   end of an error message: how the weight is stored, and what to do instead
+    """
 
     @property
     def bound(self) -> Any: ...
@@ -120,13 +123,13 @@ METADATA = frozenset({
     "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset", "stride", "to_local_shape",
     "untyped_storage", "zeros_like",
 })  # fmt: skip
-# ops of dlp that take placeholders and read the codes instead; compiled code calls the overloads
+# ops of dlp that accept placeholders, since they read the codes; compiled code calls the overloads `.default`
 OURS = frozenset({"linear_fwd", "linear_bwd", "linear_fwd.default", "linear_bwd.default"})
 VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})  # properties that are views of values
 
 
 def _needs_values(function: Any, args: Sequence[Any]) -> str | None:
-    """Name of a torch function or property that reads or writes values; None for any other."""
+    """Return the name of a torch function or property if it reads or writes values, else None."""
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__", "__delete__"):
         attribute = str(function.__self__.__name__)
@@ -139,9 +142,10 @@ def _needs_values(function: Any, args: Sequence[Any]) -> str | None:
 
 
 class _Placeholder:
-    """Tensor without values: it has shape, dtype and gradient of a weight, but no memory.
+    """Tensor with the shape, dtype and gradient of a weight, but without values or memory.
 
-    Raises ValueError for calls that read or write values. `dlp_weight`: the weight that the placeholder stands for."""
+    torch calls that read or write values raise ValueError. `dlp_weight`: the weight that has this placeholder; None: torch
+    traces with a copy of a placeholder."""
 
     dlp_weight: Valueless | _Copy | None = None
 
@@ -161,7 +165,7 @@ class _Placeholder:
             return func(*args, **(kwargs or {}))
 
     def set_(self, *_: Any, **__: Any) -> None:
-        """Raise ValueError; torch does not call `__torch_function__` here."""
+        """Raise ValueError. torch does not call `__torch_function__` for this method."""
         _check_values("set_", (self,))
 
     def __repr__(self, *_: Any, **__: Any) -> str:
@@ -170,7 +174,7 @@ class _Placeholder:
 
 
 class DetachedPlaceholder(_Placeholder, Tensor):  # type: ignore[misc]  # of __repr__, which torch types loosely
-    """A placeholder without its gradient."""
+    """Result of `detach` on a placeholder that is not a DTensor."""
 
     def requires_grad_(self, requires_grad: bool = True) -> None:  # type: ignore[override]
         """Raise ValueError: `nn.Parameter(p)` calls this, and the new parameter would not be a weight of the layer."""
@@ -178,7 +182,7 @@ class DetachedPlaceholder(_Placeholder, Tensor):  # type: ignore[misc]  # of __r
 
 
 class _Copy:
-    """Replacement for the weight in a copied placeholder, until the copied layer adopts the placeholder."""
+    """Value of `dlp_weight` in a copied placeholder, until the copied layer sets its own weight."""
 
     no_values = "was copied without the layer that holds its codes: copy or save the model, or its state_dict()"
 
@@ -187,9 +191,9 @@ _COPY = _Copy()
 
 
 def _check_values(asked: str, given: Sequence[Any]) -> None:
-    """Raise ValueError for a torch call with the placeholder of a weight, also in a list.
+    """Raise ValueError if an argument of the torch call `asked`, or an element of a list argument, is a placeholder.
 
-    torch.compile traces with copies of placeholders, which stand for no weight."""
+    Placeholders without `dlp_weight` are accepted: torch.compile traces with such copies."""
     flat = [each for value in given for each in (value if isinstance(value, list | tuple) else (value,))]
     for each in flat:
         weight = each.dlp_weight if isinstance(each, _Placeholder) else None
@@ -219,7 +223,7 @@ class PlaceholderDTensor(_Placeholder, _SpreadParameter):  # type: ignore[misc]
 
     def to_local(self, **options: Any) -> Any:
         _check_values("to_local", (self,))
-        return super().to_local(**options)  # torch.compile traces with copies, which stand for no weight
+        return super().to_local(**options)  # a copy without `dlp_weight`, with which torch.compile traces
 
     def redistribute(self, *layout: Any, **options: Any) -> Any:
         _check_values("redistribute", (self,))
@@ -244,13 +248,13 @@ def _placeholder_parameter(
 
 
 def _copied(parameter: nn.Parameter, cls: type) -> Any:
-    """Make a parameter the placeholder of a copy."""
+    """Turn a parameter into the placeholder of a copied layer."""
     take_class(parameter, cls).dlp_weight = _COPY
     return parameter
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Placeholder for a weight in another form: it has this shape and no memory, and reads as NaN."""
+    """Return a tensor of this shape that has memory for one element, NaN, and stands for a weight without values."""
     return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
 
 
@@ -265,8 +269,8 @@ def take_class(parameter: Any, cls: type) -> Any:
 
 
 def show_values(parameter: Any, values: Tensor) -> None:
-    """Replace the tensor of a parameter on this rank by a tensor with values. The parameter object remains, since a backward
-    may still lead to it."""
+    """Replace the local tensor of a parameter by `values`. The parameter object stays the same, since a pending backward may
+    refer to it."""
     spread = isinstance(parameter, DTensor)
     if is_placeholder(parameter):
         take_class(parameter, getattr(parameter, "dlp_class", PlacedParameter if spread else nn.Parameter))
@@ -277,14 +281,15 @@ def show_values(parameter: Any, values: Tensor) -> None:
 
 
 def hide_values(parameter: Any, weight: Valueless, values: Tensor) -> None:
-    """Replace the tensor of a parameter on this rank by a placeholder with the shape, dtype and device of `values`."""
+    """Replace the local tensor of a parameter by a placeholder with the shape, dtype and device of `values`. `weight`: the
+    weight that has this parameter."""
     show_values(parameter, placeholder(values.shape, values.dtype, values.device))
     parameter.dlp_class, parameter.dlp_weight = type(parameter), weight
     take_class(parameter, PlaceholderDTensor if isinstance(parameter, DTensor) else PlaceholderParameter)
 
 
 def set_local(parameter: DTensor, local: Tensor) -> None:
-    """Replace the local tensor of a DTensor parameter by a tensor of the same shape, and any dtype and device."""
+    """Replace the local tensor of a DTensor parameter by a tensor of the same shape, of any dtype and on any device."""
     if (parameter.dtype, parameter.device) != (local.dtype, local.device):
         mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
         made = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
@@ -295,7 +300,7 @@ def set_local(parameter: DTensor, local: Tensor) -> None:
 
 @contextmanager
 def _as_plain(parameter: Any) -> Iterator[Any]:
-    """Context in which a parameter on tp is a plain DTensor."""
+    """Context in which a parameter on tp has the class DTensor."""
     cls = type(parameter)
     try:
         yield take_class(parameter, DTensor)
@@ -304,7 +309,7 @@ def _as_plain(parameter: Any) -> Iterator[Any]:
 
 
 class SpreadModule(nn.Module):
-    """Base of modules with parameters on tp: handles torch's operations on the parameters of a module."""
+    """Base class of modules with parameters on tp, which overrides torch's operations on the parameters of a module."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SpreadModule:
         """Apply `to`, `half` and the like, which replace DTensors by plain DTensors: parameters keep their class."""
@@ -316,7 +321,7 @@ class SpreadModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state dict: each rank takes its shard of a full plain tensor for a DTensor.
+        """Load a state dict. For a DTensor parameter, a full plain tensor is accepted, of which each rank loads its shard.
 
         Raises ValueError for codes of a quantized checkpoint, which torch would load as values."""
         for name, parameter in self._parameters.items():
@@ -340,7 +345,7 @@ class SpreadModule(nn.Module):
 
     @property
     def _fsdp_use_orig_params(self) -> bool:
-        """Mark that FSDP1 and FSDP2 set on the modules that they manage, for torch.compile."""
+        """Attribute that FSDP1 and FSDP2 set on the modules that they manage, for torch.compile."""
         marks = vars(self)
         if "_fsdp_use_orig_params" not in marks:
             raise AttributeError
@@ -364,7 +369,12 @@ class SpreadModule(nn.Module):
 
 @dataclass(frozen=True)
 class Region:
-    """Arguments of the active `quantized_model_init`. `made`: for each layer made inside, whether it is quantized-only."""
+    """Region of `quantized_model_init`.
+
+    recipe     recipe of the layers that are constructed in the region; None: the recipe of each layer
+    preserve   whether initial values are stored in host memory (`preserve_high_precision_init_val`)
+    made       for each layer that was constructed in the region, whether it is quantized-only
+    """
 
     recipe: Any
     preserve: bool
@@ -375,8 +385,8 @@ REGION: ContextVar[Region | None] = ContextVar("dlp_quantized_model_init", defau
 
 
 def default_recipe() -> Any:
-    """Recipe of the active `quantized_model_init`, for linears of `convert` without a recipe from groups; None if there
-    is none."""
+    """Return the recipe of the active `quantized_model_init`, which `convert` uses for linears without a recipe from layer
+    groups. None: no region is active, or the region has no recipe."""
     region = REGION.get()
     return None if region is None else region.recipe
 
@@ -403,7 +413,7 @@ LEAVE_OUT = "leave the layer out (convert = false in a layer group, filter_fn of
 
 
 def check_is_parameter(name: str, linear: nn.Module) -> None:
-    """Raise ValueError for a linear whose weight or bias is computed in each forward."""
+    """Raise ValueError for a linear whose parameters are computed in each forward, by a parametrization or a hook."""
     if parametrize.is_parametrized(linear):
         which = ", ".join(linear.parametrizations)  # type: ignore[arg-type]
         raise ValueError(
@@ -418,7 +428,7 @@ def check_is_parameter(name: str, linear: nn.Module) -> None:
 
 
 def check_plain(name: str, weight: Tensor) -> None:
-    """Raise ValueError for a weight that is quantized already, or sharded over ranks by other code."""
+    """Raise ValueError for a weight that is quantized already, is a DTensor of other code, or is not dense bf16, fp16, fp32."""
     local = weight._local_tensor if isinstance(weight, DTensor) else weight
     if isinstance(local, QuantizedParameter) or is_placeholder(weight):
         fmt = f"{local.use.format.name} codes" if isinstance(local, QuantizedParameter) else "codes"
@@ -436,7 +446,7 @@ def check_plain(name: str, weight: Tensor) -> None:
 
 
 def refuse_codes(name: str, codes: str) -> None:
-    """Raise ValueError for a quantized weight. `codes`: the format."""
+    """Raise ValueError for a quantized weight. `codes`: name of its codes, such as "mxfp8 codes"."""
     raise ValueError(
         f"{name}: the weight is quantized-only already ({codes}): quantize a layer once, from high-precision values"
     )
@@ -467,7 +477,7 @@ def check_finite(name: str, weight: Tensor) -> None:
 
 
 def check_without_history(name: str, recipe: Recipe) -> None:
-    """Raise ValueError for a recipe that scales weights by amaxes of earlier steps."""
+    """Raise ValueError for a recipe with delayed scaling of weights."""
     if any(caps_of(quantizer).slot for quantizer in (recipe.w.rowwise, recipe.w.columnwise)):
         raise ValueError(
             f"{name}: {recipe} uses delayed scaling for weights, and a quantized-only weight has no amax history: "
@@ -476,7 +486,8 @@ def check_without_history(name: str, recipe: Recipe) -> None:
 
 
 def check_are_values(name: str, given: Tensor) -> None:
-    """Raise ValueError for loading codes or integers instead of values into a quantized-only parameter."""
+    """Raise ValueError if the tensor `given`, which is loaded into parameter `name`, has codes or integers instead of
+    values."""
     if not given.is_floating_point() or given.dtype.itemsize == 1:
         raise ValueError(
             f"{name}: the tensor to load has dtype {given.dtype}, and codes cannot be loaded without scales: "
@@ -485,7 +496,7 @@ def check_are_values(name: str, given: Tensor) -> None:
 
 
 def check_unshared(model: nn.Module, linear: Any, key: str = "weight") -> None:
-    """Raise ValueError for a weight that other modules share, since they would find no values."""
+    """Raise ValueError if other modules share parameter `key` of `linear`, since they could not read its values any more."""
     names = [
         name
         for name, module in model.named_modules()

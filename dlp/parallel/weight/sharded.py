@@ -1,19 +1,20 @@
 """Weights whose rows FSDP shards over dp_shard: each rank casts its shard, and FSDP gathers codes and scales.
 
-    shard [n, K] of D ranks,  n = ceil(N / D);   w [N, K] of one tp rank
+    w [N, K]       weight of one tp rank
+    shard [n, K]   rows of w on one of D ranks, n = ceil(N / D)
 
     step boundary   each rank casts its shard; amaxes that span rows are agreed over dp_shard, in one all-reduce
-    forward         rowwise operands are gathered                                        ─► w [N, K]    for fprop
-    backward        columnwise operands are gathered, or rowwise ones and transposed     ─► w.T [K, N]  for dgrad
+    forward         rowwise operands are gathered                                                ─► w [N, K]    for fprop
+    backward        columnwise operands are gathered, or rowwise operands, which are transposed  ─► w.T [K, N]  for dgrad
 
-The gathered operand is bitwise equal to the cast of the full weight. If this is not possible (`weight_obstacle`), the weight is
-gathered in high precision and cast where it is used. FSDP's hooks (`dlp.parallel.weight.fsdp2`) move the bytes: before a gather
-they call `depart` for this rank's parts, after the gather `arrive` with the parts of all ranks.
+The gathered operand is bitwise equal to the cast of the full weight. Weights for which this is not possible (`weight_obstacle`)
+are gathered in high precision and cast in each pass. FSDP's hooks (`dlp.parallel.weight.fsdp2`) run the gather: before it they
+call `depart`, which returns this rank's parts, and after it `arrive` with the parts of all ranks.
 
-A pass may read an orientation that was not gathered for it: a backward with activation checkpointing runs forwards again, and
-weights may stay gathered from forward to backward. That orientation is then gathered when it is read, and from the next pass on
-together with the other orientation. A layer that runs under another recipe than its own (`dlp.autocast`, or a backward whose
-forward ran before a recipe change) gathers the values and casts them.
+A pass may read an orientation that FSDP did not gather for this pass: with activation checkpointing a backward runs forwards
+again, and weights may stay gathered from forward to backward. The orientation is then gathered when it is read, and from the
+next pass on together with the other orientation. A layer that runs under another spec than `LayerState.bound` (in
+`dlp.autocast`, or in a backward whose forward ran before a recipe change) gathers the values and casts them.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, Wanted,
 from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import SHARED, UNSAID, Format, QuantizedTensor, Shape
 
-# ---- gathers of the orientations, used by layers and by the prediction of bytes
+# ---- how each orientation is cast and gathered; also used by the prediction of bytes
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Cast and gather of one orientation of a weight with sharded rows.
+    """How one orientation of a weight with sharded rows is cast and gathered.
 
     quantizer    casts the shard [n, K] of a rank, or the transposed shard [K, n]
-    transposed   the quantizer casts the transposed shard. A columnwise operand of a format with transposable payload is cast
-                 and gathered as [n, K], and transposed afterwards
-    columnwise   the orientation. Layouts of both orientations that are otherwise equal share one cast and one gather
+    transposed   whether the quantizer casts the transposed shard. If the payload of the format can be transposed, a columnwise
+                 operand is cast and gathered as [n, K], and transposed afterwards
+    columnwise   the orientation; not compared, so that equal layouts of both orientations share one cast and one gather
     """
 
     quantizer: Quantizer
@@ -62,32 +63,35 @@ class ShardLayout:
 
     @cached_property
     def dims(self) -> list[int | None]:
-        """The dimension along which shards concatenate, for each part. SHARED: the part is equal on all ranks."""
+        """For each part the dimension along which shards concatenate. SHARED: the part is equal on all ranks and not
+        gathered."""
         return self.format.moves[int(self.transposed)]
 
     @property
     def spans_rows(self) -> bool:
-        """Whether one scale spans rows of several ranks."""
+        """Whether one scale spans the rows of all ranks."""
         return int(self.transposed) in self.quantizer.reduces
 
     def of(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Shape of the matrix that is cast, from the shape of w."""
+        """Return the shape of the matrix that is cast, from the shape of w or of a shard."""
         return (shape[1], shape[0]) if self.transposed else shape
 
 
 VALUES = ShardLayout(KeepHighPrecision())  # the weight itself, in high precision
 ShardLayouts = tuple[ShardLayout, ShardLayout]  # rowwise, columnwise
-ShardRead = tuple[ShardLayout | None, ShardLayout | None]  # one read of a shard: quantizers of [n, K] and of [K, n]
+# One read of a shard, which produces one or two layouts: a cast of the shard [n, K], and a cast of the transposed shard [K, n]
+ShardRead = tuple[ShardLayout | None, ShardLayout | None]
 
 
 def shard_layouts(w: Operand) -> ShardLayouts:
-    """The layouts of the rowwise and the columnwise operand."""
+    """Return the layouts of the rowwise and the columnwise operand of w."""
     columnwise = w.columnwise
     return ShardLayout(w.rowwise), ShardLayout(columnwise, not columnwise.format.transposable, True)
 
 
 def shard_reads(layouts: Iterable[ShardLayout]) -> list[ShardRead]:
-    """Reads of a shard that produce these layouts: both in one read if the quantizers support this."""
+    """Return the reads of a shard that produce these layouts: one read for both if the quantizers support this. Layouts in high
+    precision need no read."""
     chosen = [each for each in dict.fromkeys(layouts) if not each.format.keeps_source]
     if len(chosen) == 2 and not chosen[0].transposed and chosen[1].transposed:
         if one_read(chosen[0].quantizer, chosen[1].quantizer) is not None:
@@ -96,23 +100,24 @@ def shard_reads(layouts: Iterable[ShardLayout]) -> list[ShardRead]:
 
 
 def read_of(layouts: ShardRead, groups: tuple[Groups, Groups] = (NOBODY, NOBODY)) -> Read:
-    """One of `shard_reads`, as a `Read` of the cast engine."""
+    """Convert a read of `shard_reads` to a `Read` of the cast engine. `groups`: ranks that agree on amaxes, for each layout."""
     row, col = (None if layout is None else layout.quantizer for layout in layouts)
     return Read(row, col, groups)
 
 
 def agreed_over(layout: ShardLayout | None, style: ParallelStyle, recipe: Recipe, own_group: bool) -> tuple[bool, bool]:
-    """Return two answers for one layout: whether the ranks of dp_shard agree on amaxes, because a scale spans the rows of
-    several ranks; and whether the ranks of the layer's amax group agree afterwards (`agrees`)."""
+    """Return two booleans for one layout: whether the ranks of dp_shard agree on amaxes, because a scale spans their rows; and
+    whether the ranks of the layer's amax group, or of tp, then agree as well (`agrees`)."""
     if layout is None:
         return False, False
     return layout.spans_rows, agrees(style, recipe, "w", layout.quantizer, layout.transposed, own_group=own_group)
 
 
 def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_group: bool = False) -> str | None:
-    """Reason why shards of a weight [N, K] (of one tp rank) over `ranks` cannot be cast separately; None if they can.
+    """Return the reason why shards of a weight [N, K] (of one tp rank) over `ranks` ranks cannot be cast separately, with the
+    same result as a cast of the full weight. None: they can be cast separately.
 
-    own_group: the user named an amax group, which agrees on every scale.
+    own_group: whether the user named an amax group, which agrees on every scale.
     """
     rows, uneven = -(-shape[0] // ranks), shape[0] % ranks > 0
     _, *multiples = recipe.units
@@ -139,10 +144,10 @@ def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_grou
 def weight_layouts(
     recipe: Recipe, shape: tuple[int, int], ranks: int, *, refused: str | None, own_group: bool
 ) -> tuple[ShardLayouts | None, str | None]:
-    """Layouts in which a weight [N, K] (of one tp rank) is gathered over `ranks`, None: in high precision; and the reason, if
-    the recipe quantizes w.
+    """Return the layouts in which a weight [N, K] (of one tp rank) is gathered over `ranks` ranks, and None; or None and the
+    reason why the weight is gathered in high precision; or (None, None) if the recipe does not quantize w.
 
-    `refused`: a reason that is known before; `own_group`: see `weight_obstacle`."""
+    `refused`: a reason against a quantized gather that does not depend on the recipe; `own_group`: see `weight_obstacle`."""
     if recipe.w.keeps_source:
         return None, None
     why = refused or weight_obstacle(recipe, shape, ranks, own_group)
@@ -150,7 +155,7 @@ def weight_layouts(
 
 
 def _keeps_shape(layout: ShardLayout, shape: tuple[int, int]) -> bool:
-    """Whether all gathered parts have the shape of the weight, so that shards may be padded with rows."""
+    """Whether all gathered parts have the shape of the shard, so that shards can be padded to equal numbers of rows."""
     shapes = zip(layout.format.part_shapes(shape), layout.dims, strict=True)
     return not layout.transposed and all(part == shape for part, dim in shapes if dim is not SHARED)
 
@@ -160,14 +165,14 @@ def _keeps_shape(layout: ShardLayout, shape: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True)
 class RowShards:
-    """Parameter of a sharded weight.
+    """The parameter of a sharded weight.
 
     shape         [N, K] of the weight on this tp rank
-    group         dp_shard
-    shard()       this rank's rows [n, K], zero-padded to the same n on all ranks
-    dtype         dtype to which shards are rounded before the cast, and in which they are gathered in high precision
-    from_master   shards are cast, or gathered in high precision, as stored, without rounding
-    refused       reason why the weight must not be gathered quantized; None: it may
+    group         the dp_shard group
+    shard         function that returns this rank's rows [n, K], zero-padded to the same n on all ranks
+    dtype         dtype to which shards are rounded before a cast or a gather in high precision
+    from_master   if true, shards are cast, or gathered in high precision, in the dtype in which they are stored
+    refused       reason why the weight must not be gathered quantized; None: it can be gathered quantized
     """
 
     shape: tuple[int, int]
@@ -179,12 +184,12 @@ class RowShards:
 
 
 class ShardedWeight(Weight):
-    """One weight with sharded rows.
+    """A weight whose rows FSDP shards.
 
     rows      the parameter
-    layouts   layouts of the gathered orientations; None: FSDP gathers the values
-    own       operands of this rank's shard, by layout, from the step boundary
-    fresh     the operands were cast at a step boundary, from the current values
+    layouts   layouts of both orientations that FSDP's hooks gather; None: FSDP gathers the values without hooks
+    own       operands of this rank's shard, by layout, which the step boundary cast
+    fresh     whether the step boundary has cast the current values
     """
 
     managed = gathered = True
@@ -202,9 +207,9 @@ class ShardedWeight(Weight):
         self.layouts: ShardLayouts | None = None
         self.own: dict[ShardLayout, QuantizedTensor] = {}
         self._arrived: dict[ShardLayout, tuple[Tensor, ...]] = {}
-        # orientations that earlier forwards and backwards read
+        # for forward (False) and backward (True), layouts that earlier such passes read besides the layout of their GEMM
         self._more: dict[bool, list[ShardLayout]] = {False: [], True: []}
-        self._backward = False  # the pass of the last gather
+        self._backward = False  # whether the last gather was in a backward
         self.decide()
 
     @property
@@ -213,21 +218,21 @@ class ShardedWeight(Weight):
 
     @property
     def no_values(self) -> str:
-        """Clause for the error of a placeholder."""
+        """End of the error message of a placeholder, see `Valueless`."""
         return (
             "FSDP has gathered as codes only: call reshard() of the modules that were given to dlp.fully_shard and "
             "use their sharded parameters, or gather values (dlp.fully_shard(..., quantized_gather=False))"
         )
 
     def drop(self, *, retyped: bool = False) -> None:
-        """Forget casts: shards are cast again before the next gather, possibly in other layouts.
+        """Discard the casts: shards are cast again before the next gather, possibly in other layouts.
 
-        A new dtype of x changes nothing, since shards are rounded to FSDP's `param_dtype`."""
+        With `retyped` do nothing: shards are rounded to FSDP's `param_dtype`, not to the dtype of x."""
         if not retyped:
             self._hook(self.decide())
 
     def casts(self, values: Values) -> list[Cast]:
-        """The casts of this rank's shard, in the order of `reads`."""
+        """Return the casts of this rank's shard, in the order of `reads`."""
         if not self.reads:
             return []
         bound, shard = self.bound, self.rows.shard().detach()
@@ -241,21 +246,21 @@ class ShardedWeight(Weight):
         return casts
 
     def _groups(self, layout: ShardLayout | None) -> Groups:
-        """Groups that agree on the amaxes of one layout, see `agreed_over`."""
+        """Return the groups that agree on the amaxes of one layout, see `agreed_over`."""
         spec = self.bound.spec
         shards, wider = agreed_over(layout, spec.style, spec.recipe, spec.amax_group is not None)
         return self.rows.group if shards else None, (spec.amax_group or spec.group) if wider else None
 
     def _slot(self, layout: ShardLayout | None) -> ScaleSlot | None:
-        """Delayed scale of the cast of one layout, if its quantizer has one."""
+        """Return the slot of the delayed scale of one layout; None: its scale is not delayed."""
         if layout is None or caps_of(layout.quantizer).slot is None:
             return None
         spec = self.bound.spec
         return self.bound.session.slot(spec.slot_name("w", self.name, layout.columnwise), spec, True)
 
     def staged(self) -> tuple[ProcessGroup, list[Tensor]] | None:
-        """Staged amaxes of this shard, with dp_shard, if not all ranks of dp_shard share delayed scales; otherwise
-        `ScalingState` agrees on them."""
+        """Return the amaxes that the casts of this shard recorded for delayed scaling, with the dp_shard group that must agree
+        on them. None: `ScalingState` agrees on them, over a group that contains dp_shard, or no scale is delayed."""
         slots = [slot for row, col in self.reads if (slot := self._slot(row or col)) is not None]
         scales_group, shards_group = self.bound.session.amax_group, self.rows.group
         if scales_group is not None and self.bound.spec.recipe.reduce_amax:
@@ -264,7 +269,7 @@ class ShardedWeight(Weight):
         return (shards_group, [slot.staging for slot in slots]) if slots else None
 
     def decide(self) -> bool:
-        """Derive `layouts` from the layer's recipe, and forget all casts. Returns whether the layouts changed."""
+        """Derive `layouts` from the layer's recipe, and discard all casts. Returns whether the layouts changed."""
         recipe, rows, before = self.bound.spec.recipe, self.rows, self.layouts
         own_group = self.bound.spec.amax_group is not None
         layouts, why = weight_layouts(recipe, rows.shape, rows.group.size(), refused=rows.refused, own_group=own_group)
@@ -276,17 +281,17 @@ class ShardedWeight(Weight):
 
     @property
     def reads(self) -> list[ShardRead]:
-        """Reads of the shard at the step boundary."""
+        """The reads of the shard at the step boundary."""
         return shard_reads(self.layouts or ())
 
     def take(self, operands: Sequence[Wanted]) -> None:
-        """Take the operands from the casts of `reads`."""
+        """Store the operands that the casts of `reads` returned."""
         for layouts, pair in zip(self.reads, operands, strict=True):
             self.own |= {w: q for w, q in zip(layouts, pair, strict=True) if w is not None and q is not None}
 
     def _operand_of_shard(self, layout: ShardLayout) -> QuantizedTensor:
-        """This rank's operand in one layout. A high-precision operand is the shard, rounded unless `from_master` is
-        true."""
+        """Return this rank's operand in one layout. A high-precision operand is the shard, rounded to `rows.dtype` unless
+        `from_master` is true."""
         if not layout.format.keeps_source:
             return self.own[layout]
         values = self.rows.shard().detach()
@@ -295,20 +300,20 @@ class ShardedWeight(Weight):
         return layout.quantizer.cast(values, None)
 
     def depart(self) -> tuple[tuple[Tensor, ...], tuple[ShardLayout, ...]]:
-        """Parts that this rank sends for the running pass, and their layouts."""
+        """Return the parts that this rank sends for the running pass, and the layouts of these parts."""
         assert self.layouts is not None
         self._backward = in_backward()
         layouts = tuple(dict.fromkeys((self.layouts[self._backward], *self._more[self._backward])))
         return tuple(part for layout in layouts for part in self._sent(layout)), layouts
 
     def _sent(self, layout: ShardLayout) -> list[Tensor]:
-        """Parts of the shard that are gathered; FP8 as bytes, since gloo has no FP8 dtype."""
+        """Return the parts of the shard that are gathered; FP8 as bytes, since gloo has no FP8 dtype."""
         parts = zip(self._operand_of_shard(layout).parts, layout.dims, strict=True)
         return [_as_wire(part) for part, dim in parts if dim is not SHARED]
 
     def arrive(self, received: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> None:
-        """Take the gathered parts of these layouts, each concatenated over ranks along the first dimension. Valid until
-        the next `depart`."""
+        """Store the gathered parts of these layouts, each concatenated over ranks along the first dimension. They are
+        valid until FSDP frees or overwrites their memory."""
         rest = iter(received)
         self._arrived = {layout: tuple(next(rest) for dim in layout.dims if dim is not SHARED) for layout in layouts}
 
@@ -319,7 +324,7 @@ class ShardedWeight(Weight):
         return self._read(use, columnwise=True)
 
     def _read(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
-        """One operand of the full weight. Raises RuntimeError if FSDP has freed the gathered parts."""
+        """Return one operand of the full weight. Raises RuntimeError if FSDP has freed the gathered parts."""
         bound, layer = use.bound, self.owner.layer
         if bound is not layer.bound and (self.layouts is not None or bound not in layer.bounds()):
             bound.session.note(
@@ -337,15 +342,15 @@ class ShardedWeight(Weight):
         return _values_in(operand.transpose() if columnwise and not layout.transposed else operand, use.dtype)
 
     def _cast_whole(self, use: Use, values: Tensor, columnwise: bool) -> QuantizedTensor:
-        """Operand of gathered values [N, K], cast by the pass."""
+        """Cast gathered values [N, K] in one orientation, in the running pass."""
         values = values if self.rows.from_master else values.to(use.dtype)
         orientations = COLUMNWISE if columnwise else ROWWISE
         (operands,) = quantize(use.bound, "w", [values], orientations, members=[self.name], record=use.record)
         return _values_in(operands.at(columnwise=columnwise), use.dtype)
 
     def _gathered(self, layout: ShardLayout) -> QuantizedTensor:
-        """Full operand in one layout, from gathered parts, or gathered now, and from the next pass on together with the
-        other layouts."""
+        """Return the full operand in one layout, from the parts that FSDP gathered. If FSDP did not gather this layout, gather
+        it now, and let FSDP gather it from the next such pass on."""
         if layout not in self._arrived:
             self._more[self._backward].append(layout)
             return self._gather_now(layout)
@@ -362,7 +367,7 @@ class ShardedWeight(Weight):
         return self._trim(layout, parts)
 
     def _check_not_freed(self, gathered: Tensor) -> None:
-        """Raise RuntimeError if kernels would read freed memory."""
+        """Raise RuntimeError if FSDP has freed the memory of a gathered tensor."""
         if gathered.numel() and not gathered.untyped_storage().size():
             raise RuntimeError(
                 f"{self.name}: FSDP has freed the gathered weight that this backward reads; begin backward at the "
@@ -371,17 +376,17 @@ class ShardedWeight(Weight):
             )
 
     def _dtype(self, layout: ShardLayout) -> torch.dtype:
-        """Dtype of parts in the dtype of their source."""
+        """Return the dtype of parts for which the format defines no dtype, because they have the dtype of the values."""
         return self.rows.shard().dtype if self.rows.from_master and _holds_values(layout.format) else self.rows.dtype
 
     def _gather_now(self, layout: ShardLayout) -> QuantizedTensor:
-        """Full operand in one layout, by a separate gather."""
+        """Return the full operand in one layout, by a gather that FSDP does not run."""
         with observer.label(purpose="weights", precision="" if layout.format.keeps_source else layout.format.name):
             parts = self._operand_of_shard(layout).parts
             return self._trim(layout, all_gather(parts, layout.dims, self.rows.group).wait())
 
     def _trim(self, layout: ShardLayout, parts: Sequence[Tensor]) -> QuantizedTensor:
-        """Operand of these parts, without the zero rows after the last shard."""
+        """Return the operand of these gathered parts, without the zero rows that pad the last shard."""
         shapes = layout.format.part_shapes(layout.of(self.rows.shape))
         return QuantizedTensor(
             layout.format, tuple(_first(part, shape) for part, shape in zip(parts, shapes, strict=True))
@@ -389,14 +394,14 @@ class ShardedWeight(Weight):
 
 
 def _values_in(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
-    """Operand with high-precision payloads in this dtype."""
+    """Convert the payload to this dtype, if the payload has values instead of codes; else return the operand unchanged."""
     if not _holds_values(q.format) or q.payload.dtype == dtype:
         return q
     return QuantizedTensor(q.format, (q.payload.to(dtype), *q.parts[1:]))
 
 
 def _holds_values(fmt: Format) -> bool:
-    """Whether the payload holds values in the dtype of their source."""
+    """Whether the payload has high-precision values, in the dtype of the source, instead of codes."""
     return fmt.parts[0].dtype is None
 
 
@@ -405,7 +410,7 @@ def _as_wire(part: Tensor) -> Tensor:
 
 
 def _join(received: Tensor, world: int, dim: int | None) -> Tensor:
-    """Convert [D * s0, ...], concatenated over D ranks along the first dimension, to a concatenation along `dim`."""
+    """Concatenate the parts of `world` ranks along `dim`. `received`: the parts, concatenated along the first dimension."""
     return torch.cat(received.unflatten(0, (world, -1)).unbind(0), dim) if dim else received
 
 

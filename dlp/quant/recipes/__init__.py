@@ -1,1 +1,1 @@
-"""Recipes, one file per recipe with the name of the recipe; each file defines `recipe(**options) -> Recipe`."""
+"""Recipes of dlp. The file NAME.py defines the recipe NAME by a function `recipe(**options) -> Recipe`."""

@@ -5,6 +5,6 @@ from dlp.quant.recipe import Recipe, both
 
 
 def recipe() -> Recipe:
-    """Keep all three operands in high precision."""
+    """Return the recipe that keeps x, w and dy in high precision."""
     keep = both(KeepHighPrecision())
     return Recipe("bf16", x=keep, w=keep, dy=keep)

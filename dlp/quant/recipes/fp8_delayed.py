@@ -1,9 +1,8 @@
-"""fp8_delayed: per-tensor FP8, scaled by the amaxes of earlier steps, so that a cast reads the tensor once.
+"""fp8_delayed: per-tensor FP8 with a scale from the amaxes of earlier steps, so that a cast reads the tensor once.
 
-All scales change at the step boundary, after one all-reduce of the amaxes. Scales start at 1, with which most gradients become
-0: run forward, backward and `dlp.end_step` a few times before the first update of the weights, as `launch` does. HYBRID is E4M3
-for x and w, and E5M2 for dy. fprop sums inside the tensor core; dgrad and wgrad use split accumulation. (Micikevicius et al.,
-arXiv 2209.05433.)
+All scales are updated at the step boundary, after one all-reduce of the amaxes. Scales start at 1, so that most gradients
+become 0: before the first update of the weights, run forward, backward and `dlp.end_step` a few times, as `launch` does. fprop
+sums in the tensor core ("fast"); dgrad and wgrad use "split" accumulation. (Micikevicius et al., arXiv 2209.05433.)
 """
 
 from collections.abc import Callable
@@ -20,9 +19,14 @@ def recipe(
     *, fp8_format: Fp8Format = "HYBRID", margin: int = 0, amax_history_len: int = 1024,
     amax_compute_algo: Literal["max", "most_recent"] | Callable[[Tensor], Tensor] = "max", reduce_amax: bool = True,
 ) -> Recipe:  # fmt: skip
-    """fp8_format: HYBRID (x, w E4M3, dy E5M2) or E4M3; margin: scales are 2^margin below the largest possible scale;
-    amax_history_len: number of steps in the history; amax_compute_algo: max or most_recent, or a function of the amaxes
-    [steps, slots], oldest first; reduce_amax: ranks agree on amaxes at the step boundary."""
+    """Return the recipe with these options:
+
+    * `fp8_format`: "HYBRID": x and w E4M3, dy E5M2; or "E4M3" for all operands
+    * `margin`: scales are smaller than the largest possible scale by the factor 2^margin
+    * `amax_history_len`: number of steps in the history
+    * `amax_compute_algo`: amax for the scale: "max" or "most_recent" of the history, or a function from amaxes [steps, slots],
+      oldest first, to [slots]
+    * `reduce_amax`: whether ranks agree on amaxes at the step boundary"""
     forward, backward = (
         both(DelayedScaling(element, margin, amax_history_len, amax_compute_algo))
         for element in FP8_FORMATS[fp8_format]

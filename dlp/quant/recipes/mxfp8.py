@@ -14,8 +14,11 @@ def recipe(
     *, fp8_format: Fp8Format = "E4M3", scale_rounding: Literal["ceil", "floor"] = "ceil",
     enable_2d_quantization: bool = False,
 ) -> Recipe:  # fmt: skip
-    """fp8_format: E4M3 or HYBRID (dy E5M2); scale_rounding: ceil, or floor, the rule of OCP MX v1.0, which saturates;
-    enable_2d_quantization: one scale per 32x32 tile of w, so that both orientations of w have equal values."""
+    """Return the recipe with these options:
+
+    * `fp8_format`: "E4M3", or "HYBRID": x and w E4M3, dy E5M2
+    * `scale_rounding`: "ceil", without saturation; or "floor", the rule of OCP MX v1.0, with which large values may saturate
+    * `enable_2d_quantization`: one scale per 32x32 tile of w, so that both orientations of w have equal values"""
     forward, backward = FP8_FORMATS[fp8_format]
     return Recipe(
         "mxfp8",

@@ -1,7 +1,7 @@
 """nvfp4: FP4 with one E4M3 scale per 16 elements (w: per 16x16 tile) and one fp32 scale per tensor.
 
-The operands of wgrad are Hadamard-transformed along the tokens, and dy is rounded stochastically; w has equal values in both
-orientations. Use the recipe for most layers, and keep the last blocks in bf16. (arXiv 2509.25149.)
+Both operands of wgrad are Hadamard-transformed along the tokens, and dy is rounded stochastically. w has equal values in both
+orientations. Use this recipe for most layers, and bf16 for the last blocks of the model. (arXiv 2509.25149.)
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,16 @@ def recipe(
     rht_signs: int | Literal["fixed", "none"] = "fixed",
     four_over_six: bool | Sequence[Literal["x", "w", "dy"]] = False,
 ) -> Recipe:  # fmt: skip
-    """disable_rht: no Hadamard transform; disable_stochastic_rounding: round dy to nearest; disable_2d_quantization: w in
-    blocks of 1x16. rht_signs: tokens whose sign changes before the transform: a fixed pattern, none, or a number with bit i for
-    token i of 16; kernels support the fixed pattern, other patterns are cast by the reference. four_over_six: each block, or
-    tile of w, takes the scale for a largest code of 6 or 4, by the smaller squared error, ties take 6 (arXiv 2512.02010); true:
-    for all operands that are rounded to nearest (dy only with disable_stochastic_rounding); or a list of operands."""
+    """Return the recipe with these options:
+
+    * `disable_rht`: no Hadamard transform
+    * `disable_stochastic_rounding`: round dy to nearest
+    * `disable_2d_quantization`: one scale per 1x16 block of w
+    * `rht_signs`: tokens, of each 16, whose sign is flipped before the transform: "fixed" (a fixed pattern), "none", or a
+      number whose bit i is set for token i. Kernels support only "fixed"; other patterns are cast by the plain-torch reference
+    * `four_over_six`: choose for each block or tile between two scales, which map its largest value to 6 or to 4, by the
+      smaller squared error; 6 if the errors are equal (arXiv 2512.02010). true: for all operands that are rounded to nearest
+      (dy only with `disable_stochastic_rounding`); or a list of operands"""
     rht, stochastic = not disable_rht, not disable_stochastic_rounding
     signs = {"fixed": RHT_SIGNS, "none": 0}[rht_signs] if isinstance(rht_signs, str) else rht_signs
     if not 0 <= signs <= 0xFFFF:
@@ -44,13 +49,12 @@ def recipe(
 
 
 def _four_over_six(value: bool | Sequence[str], stochastic: bool) -> Sequence[str]:
-    """Return the operands with four over six. Raises ValueError for dy with stochastic rounding."""
+    """Return the operands to which four_over_six applies. Raises ValueError if dy is listed and rounded stochastically."""
     if isinstance(value, bool):
         return ("x", "w", *(() if stochastic else ("dy",))) if value else ()
     if "dy" in value and stochastic:
         raise ValueError(
             "nvfp4: four_over_six of dy needs disable_stochastic_rounding = true, because the smaller of two random errors "
-            "would "
-            'bias the gradient; set this option, or four_over_six = ["x", "w"]'
+            'would bias the gradient; set this option, or four_over_six = ["x", "w"]'
         )
     return value

@@ -1,8 +1,9 @@
-"""qat: quantization-aware training: fprop, dgrad and wgrad multiply decoded values of x and w.
+"""qat: quantization-aware training: x and w are quantized and decoded, and all three GEMMs multiply the decoded values.
 
-dy stays in high precision. Gradients pass straight through the rounding of x and w, except at clipped integer codes, where no
-gradient passes. By default weights are int4 in groups of 32, and each token is int8 with a zero point, as in torchao's
-Int8DynamicActivationIntxWeightConfig. On every mesh, scales equal the scales of the unsharded tensors.
+dy stays in high precision. Backward ignores the rounding of x and w (straight-through estimator), and sets the gradient of
+values that are clipped to the range of integer codes to 0. By default w is int4 with one scale per group of 32 elements, and x
+is int8 with one scale and zero point per token, as in torchao's Int8DynamicActivationIntxWeightConfig. On every mesh, scales
+equal the scales of the unsharded tensors.
 """
 
 import re
@@ -16,8 +17,12 @@ INTEGERS = re.compile(r"int([2-8]) (token|channel|group ([1-9][0-9]*))")
 
 
 def recipe(*, weight: str = "int4 group 32", activation: str = "int8 token") -> Recipe:
-    """weight: "int4 group 32" with 2 to 8 bits, symmetric, or "int8 channel" with one scale per row; activation: "int8 token",
-    with a zero point; both also accept "none", or the name of a recipe with the same casts, such as "mxfp8"."""
+    """Return the recipe with these options:
+
+    * `weight`: "int4 group 32": symmetric codes of 2 to 8 bits, with one scale per group of this many elements; "int4 channel":
+      one scale per row of w; "none": not quantized; or the name of a recipe, such as "mxfp8", whose cast of w is used
+    * `activation`: "int8 token": codes of 2 to 8 bits, with one scale and one zero point per token; "none"; or the name of a
+      recipe, whose cast of x is used"""
     keep = both(KeepHighPrecision())
     return Recipe("qat", x=_operand("x", activation), w=_operand("w", weight), dy=keep, amax_scope="all")
 
