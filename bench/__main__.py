@@ -56,7 +56,8 @@ PARTS = {
 
 
 def arguments_of(name: str, folder: Path, quick: bool, shapes: Sequence[str]) -> list[str]:
-    """Return the command-line arguments of a part: result files in `folder`, and `shapes`, or one size if `quick`."""
+    """Return the command-line arguments of a part: its result files in `folder`, then `shapes` if the part takes shapes and
+    some are given, else the arguments for one size if `quick`."""
     part = PARTS[name]
     files = ["--json", str(folder / f"{name}.json"), *(["--plot", str(folder / f"{name}.png")] if part.draws else [])]
     if part.shapes and shapes:

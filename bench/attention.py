@@ -43,8 +43,8 @@ class Line:
     """Result of one backend at one shape.
 
     forward, both                  milliseconds of forward, and of forward + backward
-    forward_tflops, both_tflops    TFLOP/s of the same
-    error                          relative distance from the backend flash
+    forward_tflops, both_tflops    TFLOP/s of forward, and of forward + backward
+    error                          relative distance from the backend flash, the larger one of output and gradient of q
     """
 
     shape: str
@@ -103,7 +103,8 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def measure(text: str, backends: Sequence[str], repeat: bool) -> Iterator[Line]:
-    """Yield a line for each backend that can run the shape; print the reason for any other backend."""
+    """Yield a line for each backend that can run the shape, and if `repeat` another with copies of k and v for every head.
+    Print the reason if a backend cannot run."""
     shape = shape_of(text)
     batch, sequence, heads, _, dim = shape
     torch.manual_seed(0)
@@ -112,7 +113,7 @@ def measure(text: str, backends: Sequence[str], repeat: bool) -> Iterator[Line]:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         expected = attend(q, k, v, False)
         (expected_dq,) = torch.autograd.grad(expected, [q], dy)
-    forward_flops = 2 * batch * heads * sequence**2 * dim  # 2 products with 2 S^2 D operations each, half of the matrix
+    forward_flops = 2 * batch * heads * sequence**2 * dim  # 2 products of 2 S^2 D operations, halved: causal
     for name in backends:
         for repeated in (False, True) if repeat else (False,):
 

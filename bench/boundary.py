@@ -3,11 +3,12 @@
     python -m bench.boundary [--recipes fp8_current] [--blocks 4] [--json FILE]
 
 The weights are those of Llama blocks with the shapes of the 8B model; four blocks have 28 weights with 872 million
-parameters. Weights are stored in bf16, or in fp32 (`held`) and rounded to bf16 before the cast, since activations are bf16.
+parameters. Weights are stored in bf16 or fp32 (column `held`). fp32 weights are rounded to bf16 before the cast, since
+activations are bf16.
 
     device     median milliseconds of `end_step` on the device, which another kernel keeps busy until all launches are queued
     host       milliseconds in which the host queues the launches of `end_step`
-    alone      the column before, for casts that are launched weight by weight
+    alone      the time in the column before, if casts are launched weight by weight
     TB/s       bytes of all weights, read once, and of all operands, written once, divided by `device`
 """
 
@@ -61,7 +62,7 @@ class Line:
 
 def model_of(recipe: str, held: str, blocks: int, layers: Sequence[tuple[int, tuple[int, ...]]] = LAYERS,
              device: str = "cuda") -> nn.Sequential:  # fmt: skip
-    """Build linears and run each once, so that the step boundary casts their weights.
+    """Build linears, run each once, and run a first step boundary, which casts their weights.
 
     Args:
         recipe: name of a recipe.

@@ -52,9 +52,9 @@ plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) 
 BUFFERS = 4  # number of inputs that rotate; at the sizes of interest all together exceed the L2 cache
 REPETITIONS, WARM = 9, 2  # the first WARM repetitions are not counted
 SLEEP = 60_000_000  # cycles that the device sleeps while the host runs ahead, about 30 ms
-# Limit of a reduction through mapped memory, relative to torch's reduce_scatter in bf16, for 2 ranks and size 8192x8192
+# Limit of the time of a reduction through mapped memory, relative to torch's reduce_scatter in bf16; 2 ranks, 8192x8192
 MOST = 1.05
-# Limits of gathers, relative to torch's all_gather in bf16, for 4 ranks and size 8192x8192
+# Limits of the times of gathers, relative to torch's all_gather in bf16; 4 ranks, 8192x8192
 TARGETS = {"fp8_delayed": 0.72, "fp8_block": 0.72, "fp8_current": 0.80, "nvfp4": 0.60}
 
 
@@ -67,7 +67,7 @@ class Line:
     share               time relative to the baseline of this kind and size
     megabytes           MB that a rank receives; 0 for a linear
     bytes_share         bytes relative to bf16; 0 for a linear
-    quantize_us         microseconds of the cast alone, which precedes the gather; None for other kinds
+    quantize_us         microseconds of the cast alone, which precedes the gather; None for the baseline and other kinds
     target              limit of `share`; None if no limit applies
     """
 
@@ -95,7 +95,7 @@ class Bench:
         return self.mesh.size()
 
     def once(self, run: Run, calls: int) -> float:
-        """Return the microseconds of one of `calls` successive calls of `run` on this rank."""
+        """Return the mean microseconds of a call of `run` on this rank, over `calls` successive calls."""
         dist.barrier()
         if self.device.type == "cpu":
             start = time.perf_counter()
@@ -144,7 +144,7 @@ def gathered(bound: BoundSpec, x: Tensor) -> QuantizedTensor:
 
 
 def received(bench: Bench, bound: BoundSpec, shape: tuple[int, int]) -> float:
-    """Return the bytes that a rank receives from all other ranks, each of which has x of `shape`."""
+    """Return the bytes of quantized x that a rank receives in a gather, if every rank has x of `shape`."""
     return bound.spec.recipe.x.rowwise.format.nbytes(shape, torch.bfloat16, along=0) * (bench.world - 1)
 
 
@@ -195,7 +195,8 @@ def bench_reductions(bench: Bench, tokens: int, features: int) -> list[Line]:
 
 
 def summed(moves: transport.Transport, y: Tensor, wire: collectives.ReduceCodec) -> Tensor:
-    """Sum contributions [M, N], and return this rank's rows of the sum, as a row-parallel linear does."""
+    """Sum the contributions y [M, N] of all ranks through `moves`, and return this rank's rows of the sum, as a row-parallel
+    linear does."""
     moves.start("bench")
     chunks = y.unflatten(0, (moves.world, -1))
     exchange, packed = moves.open(*wire.kinds(tuple(chunks.shape), y.dtype)), wire.pack(chunks)
@@ -206,8 +207,8 @@ def summed(moves: transport.Transport, y: Tensor, wire: collectives.ReduceCodec)
 
 
 def bench_linears(bench: Bench, tokens: int, features: int) -> list[Line]:
-    """A column-parallel linear K -> 2K and a row-parallel linear back, for recipes whose GEMMs the device supports
-    natively."""
+    """Time forward and backward of a column-parallel linear K -> 2K and a row-parallel linear 2K -> K, in bf16 and
+    fp8_current, with overlap serial and chunked."""
     size, lines = f"{tokens}x{features}", []
     x = bench.inputs(tokens // bench.world, features)
 

@@ -62,7 +62,7 @@ def variants(mesh: DeviceMesh, tokens: int, device: torch.device) -> Iterator[tu
     for method in ("allgather", "alltoall") if device.type == "cuda" else ():
         for repeated in (False, True):
             set_rotate_method(method)
-            positions = torch.arange(tokens, device=device)  # context_parallel needs a buffer
+            positions = torch.arange(tokens, device=device)  # not read, but context_parallel requires a buffer
             context = context_parallel(mesh["cp"], buffers=[positions], buffer_seq_dims=[0])
             yield f"torch {method}{' repeated' * repeated}", partial(attend, repeat=repeated), context
 

@@ -13,12 +13,12 @@ CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 
     PEER:graph                     a peer whose step is captured in a CUDA graph
 
 Each subject trains on random tokens. The results are the median time from step to step after a warm-up, measured on the
-device; the peak memory of the timed steps; and the memory that the previous subject left allocated. The power of a GEMM
-depends on its data, so subjects must have similar losses: at the default learning rate of 1e-7, the last losses must agree
-within 2 %. RECIPE and RECIPE:hp_gather must have bitwise equal losses; on GPUs this needs `--train.deterministic true`, since
-attention otherwise sums gradients in order of arrival. If losses or memory violate these rules, a line reports it and the exit
-code is 1. A subject that cannot be measured ends the program before the first subject, with exit code 2. Files are rewritten
-after each subject.
+device; the peak memory of the timed steps; and the memory that the previous subject left allocated (limit: LEFT GiB). The
+power of a GEMM depends on its data, so subjects must have similar losses: at the default learning rate of 1e-7, the last losses
+must agree within 2 %. RECIPE and RECIPE:hp_gather must have bitwise equal losses; on GPUs this is checked only with
+`--train.deterministic true`, since attention otherwise sums gradients in order of arrival. If losses or memory violate these
+rules, a line reports it and the exit code is 1. A subject that cannot be measured ends the program before the first subject,
+with exit code 2. Files are rewritten after each subject.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 class Result:
     """Result of one subject.
 
-    tokens_per_second    of the slowest rank
+    tokens_per_second    tokens per second of one rank, by the median step of the slowest rank
     peak                 peak memory of the timed steps in GiB; 0 on a CPU
     losses               losses of this rank, step by step, including the warm-up
     before               GiB that were allocated before the subject was built
@@ -83,7 +83,8 @@ class Result:
 
 
 def ours(config: Config, subject: Subject, mesh: DeviceMesh, device: torch.device) -> Step:
-    """Return the step of dlp: the model and optimizer of `launch.train`, without gradient clipping."""
+    """Build the model and the optimizer as `launch.train` does, and return their step, without gradient clipping; captured in a
+    CUDA graph if `launch.train` would capture the step."""
     recipe = subject.base
     groups = tuple(replace(group, recipe=recipe) if group.name == "default" else group for group in config.groups)
     mesh_section = replace(config.mesh, quantized_gather=HP_GATHER not in subject.suffixes)
@@ -157,7 +158,7 @@ def measure(
 def give_back(device: torch.device) -> float:
     """Free the memory of the previous subject. Returns the GiB that are still allocated."""
     torch._dynamo.reset()
-    for _ in range(3):  # objects that one collection frees may have kept other objects alive
+    for _ in range(3):  # because objects that one collection frees may have kept other objects alive
         gc.collect()
     if device.type != "cuda":
         return 0.0
@@ -185,7 +186,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def rows(results: Sequence[Result]) -> list[str]:
-    """Format a table of results, with ratios to the baseline and to dlp's bf16 if both were run."""
+    """Format a table of results, with ratios to the baseline and to dlp's bf16, or "-" if the subject was not run."""
     by_name = {result.subject: result.tokens_per_second for result in results}
     lines = [f"{'subject':24} {'tokens/s/rank':>14} {'x peer':>7} {'x bf16':>7} {'peak GiB':>9} {'last loss':>10}"]
     for result in results:
@@ -266,7 +267,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def checked(known: argparse.Namespace, kind: str) -> list[Subject]:
-    """Return the subjects to measure. Raises ConfigError for options that these ranks do not support."""
+    """Check the options, and return the subjects to measure. Raises ConfigError for an invalid count or subject, and for
+    --where without a GPU."""
     for name, count in COUNTS.items():
         check(count, getattr(known, name), f"--{name}")
     if known.where and kind != "cuda":

@@ -33,7 +33,7 @@ def convert_to_float8(model: nn.Module, recipe: str) -> None:
 
 
 class Peer:
-    """A model and its step.
+    """The Llama of a config under FSDP2, with its optimizer.
 
     Args:
         config: config of the model and of the training.

@@ -28,7 +28,8 @@ class Subject:
 
 
 def subjects_of(text: str, device: str) -> list[Subject]:
-    """Parse a comma-separated list of subjects. Raises ConfigError for a subject that cannot run on the device."""
+    """Parse a comma-separated list of subjects. Raises ConfigError for a subject that is unknown or cannot run on
+    `device`."""
     subjects = [_parsed(name) for name in text.split(",")]
     for subject in subjects:
         _check(subject, device)

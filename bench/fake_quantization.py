@@ -8,8 +8,8 @@ This module uses no casts, formats or GEMMs of dlp, only the random bits of stoc
 whose last dimension is the contraction, and return the dequantized values. Both operands of NVFP4's wgrad stay in the Hadamard
 basis, which is orthogonal and cancels in the product. Weights must be unsharded (tp = 1).
 
-Scales and sums are computed in fp32 in the order that the formats define: with FP4, the last bit of a tensor's scale changes
-many codes.
+Scales and sums are computed in fp32 in the order that the formats define, because with FP4 the last bit of a tensor's scale
+changes many codes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dlp.parallel.weight.local import local
 E4M3, E5M2 = (torch.float8_e4m3fn, 448.0), (torch.float8_e5m2, 57344.0)
 Element = tuple[torch.dtype, float]
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-Amaxes = dict[tuple[str, str], Tensor]  # by layer and operand
+Amaxes = dict[tuple[str, str], Tensor]  # largest absolute values by layer and operand
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ Rounds = Mapping[str, Round]  # by operand
 
 
 def divided(number: float, x: Tensor) -> Tensor:
-    """Return number / x, rounded once: torch would multiply by the reciprocal of x if `number` were not a tensor."""
+    """Return number / x, rounded once. `number` is made a tensor, because torch would otherwise multiply it by the reciprocal
+    of x."""
     return torch.full_like(x, number) / x
 
 
@@ -173,7 +174,8 @@ def transformed(x: Tensor) -> Tensor:
 
 
 def hybrid(amaxes: Amaxes | None = None) -> Rounds:
-    """E4M3 in forward and E5M2 in backward, with current scales, or with scales from `amaxes` (delayed scaling)."""
+    """Return functions that round x and w to E4M3 and dy to E5M2, with current scales, or with scales from `amaxes` (delayed
+    scaling)."""
 
     def rounds(kind: Element) -> Round:
         return lambda m: by_tensor(m, kind, None if amaxes is None else amaxes[m.layer, m.operand])
@@ -182,7 +184,7 @@ def hybrid(amaxes: Amaxes | None = None) -> Rounds:
 
 
 def recording(amaxes: Amaxes) -> Rounds:
-    """Round nothing, and record the largest value of each operand in `amaxes`."""
+    """Return functions that round nothing, but record the largest absolute value of each operand in `amaxes`."""
 
     def record(m: Matrix) -> Rounded:
         key, amax = (m.layer, m.operand), m.values.abs().max()
@@ -240,7 +242,7 @@ def faked(model: nn.Module, rounds: Rounds, layers: Callable[[str], bool] = lamb
 
     Args:
         model: model that `dlp.convert` converted.
-        rounds: a function for each operand that rounds it.
+        rounds: for each operand, the function that rounds the operand.
         layers: whether the layer with this name is replaced; by default all are.
     """
     runtime = session_of(model)

@@ -16,7 +16,8 @@ def add_files(parser: argparse.ArgumentParser, *, draws: bool = True) -> None:
 
 
 def write_files(options: argparse.Namespace, results: Any, plot: Callable[[Path], None] | None = None) -> None:
-    """Write the requested files. `plot`: None for a benchmark without a plot."""
+    """Write `results` to the file of --json, and call `plot` with the file of --plot, for the options that were given. `plot`:
+    None for a benchmark without a plot."""
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
     if plot is not None and options.plot:

@@ -54,7 +54,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def flip(draw: random.Random, tensor: Tensor) -> tuple[Callable[[], None], int]:
-    """Flip a random bit of a contiguous tensor as a memory error does: torch's version counter does not change. Returns a
+    """Flip a random bit of a contiguous tensor without a change of torch's version counter, as a memory error does. Returns a
     function that flips the bit back, and the number of the bit in its element."""
     bits = tensor.detach().view(-1).view(INTEGERS[tensor.dtype.itemsize]).numpy()
     place, bit = draw.randrange(len(bits)), draw.randrange(8 * tensor.dtype.itemsize)

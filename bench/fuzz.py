@@ -9,7 +9,8 @@ Program number s is drawn from seed s (`bench.fuzz_programs`). The result of a p
     equal      all tensors are bitwise equal
     bounded    all differences are within the bounds, for programs without invariant mode
     refused    dlp raised a ValueError that says what to change
-    defect     a tensor differs, another exception was raised, or the ranks timed out
+    defect     a tensor differs (without invariant mode: beyond the bounds), another exception was raised, or the ranks
+               timed out
 
 Each result is a line of `--out`; an interrupted command continues with the programs without a line. The exit code is 1 if there
 are defects.
@@ -93,7 +94,7 @@ def verdict(report: Report) -> tuple[str, str]:
 def judged(seed: int, ranks: int) -> tuple[str, str]:
     try:
         return verdict(report_of(seed, ranks))
-    except ValueError as error:  # raised on one rank, before the program runs on a mesh
+    except ValueError as error:  # raised by the reference run on one rank, before the run on the mesh
         return "refused", f"ValueError: {error}"
     except Exception:
         return "defect", traceback.format_exc()

@@ -50,7 +50,8 @@ class Line:
     microseconds, tflops       time and TFLOP/s
     bf16_tflops                TFLOP/s of torch.mm in bf16
     torch_tflops               TFLOP/s of torch._scaled_mm; None if it does not support the operands
-    best                       speed of cuBLASLt's fastest candidate relative to `kernel`; None for other kernels
+    best                       speed of cuBLASLt's fastest candidate relative to `kernel`, which is cuBLASLt's or gemm_sm90;
+                               None for other kernels
     """
 
     recipe: str
@@ -67,7 +68,7 @@ class Line:
 
 
 def operand(recipe: Recipe, which: str, side: int, lines: int, contraction: int) -> Any:
-    """Quantize a random operand of one GEMM: constant values would draw less power, and run faster.
+    """Quantize an operand of one GEMM. Values are random, because with constant values the GEMM draws less power and is faster.
 
     Args:
         recipe: recipe of the GEMM.

@@ -9,8 +9,8 @@ with the bf16 gradient g0: relative error |g - g0| / |g0|, cosine, gain <g, g0> 
 The error depends on the checkpoint. Therefore g is also compared with the gradient f of an independent fake quantization of the
 same model on the same batches (`bench.fake_quantization`): `apart` = |g - f| / |f - g0|. This ratio must be at most LIMIT for
 recipes, and larger for negative controls, which are recipes with a planted error. The exit code is 1 if one of these conditions
-fails. With native GEMMs the limit is UNITS instead: tensor cores keep about 14 bits of a sum, and such a small change can give
-an activation another code. The program runs on one rank, since a fake linear needs unsharded weights.
+fails. With native GEMMs the limit is UNITS instead, because tensor cores keep about 14 bits of a sum, and such a small
+difference can give an activation another code. The program runs on one rank, since a fake linear needs unsharded weights.
 """
 
 from __future__ import annotations

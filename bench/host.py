@@ -66,8 +66,8 @@ class Line:
 
 
 class Turn(NamedTuple):
-    """Function that runs forward and backward of a subject, and the clock of the time that counts; None: all host time
-    counts."""
+    """Function that runs a subject (forward and backward, or the step boundary), and the clock of the time that counts; None:
+    all host time counts."""
 
     run: Run
     inside: Inside | None = None
@@ -103,7 +103,7 @@ def in_turns(turns: Mapping[str, Turn]) -> dict[str, list[tuple[float, float]]]:
     gc.collect()
     gc.disable()
     try:
-        for _ in range(1 + ROUNDS):  # a warm-up round
+        for _ in range(1 + ROUNDS):  # the first round is a warm-up
             for name, turn in turns.items():
                 found[name].append(_one(turn))
     finally:
@@ -180,7 +180,7 @@ def sharded(recipe: str) -> Turn:
         for tensor in (x, *parameters):
             tensor.grad = None
 
-    for _ in range(3):  # runs until passes are captured
+    for _ in range(3):  # in these runs the launches of both passes are captured
         both()
     return Turn(both, Inside(layer))
 
@@ -197,7 +197,7 @@ def under_fsdp2(recipes: Sequence[str]) -> list[Line]:
 
 
 def _compile(subject: Subject) -> None:
-    """Compile the layer alone: dlp's layer is in an nn.Sequential, which counts microbatches and stays uncompiled."""
+    """Compile the layer only, without the nn.Sequential around dlp's layer, because its hooks count microbatches."""
     if isinstance(subject.linear, nn.Sequential):
         subject.linear[0] = torch.compile(subject.linear[0], fullgraph=True)  # type: ignore[assignment]
     else:
@@ -208,11 +208,11 @@ def compiled(recipes: Sequence[str]) -> list[Line]:
     """Measure and print the third table."""
     print(f"\nhost under torch.compile, {SHAPE}: microseconds of forward + backward, ratio, its quartiles")
     subjects = {recipe: Subject(recipe, TINY) for recipe in (BASE, *recipes)}
-    graphs = 2 * len(subjects)  # torch compiles two graphs per recipe, all from the code of the same layer
+    graphs = 2 * len(subjects)  # torch compiles two graphs per subject, and counts all for the same code
     with torch._dynamo.config.patch(recompile_limit=graphs):
         for subject in subjects.values():
             _compile(subject)
-            for _ in range(3):  # runs until passes are captured
+            for _ in range(3):  # in these runs the launches of both passes are captured
                 subject.iteration()
         lines = compared(in_turns({name: Turn(subject.both) for name, subject in subjects.items()}))
     for line in lines:

@@ -18,10 +18,10 @@ The columns:
 
     all       microseconds of forward + backward, including collectives
     host      the same over a group whose collectives return at once without a transfer: the host time outside of
-              collectives
-    calls     Python functions entered in forward + backward over that group, counted by cProfile
+              collectives; `fsdp` runs over the real ranks here as well
+    calls     Python functions entered in these runs of forward + backward, counted by cProfile
 
-`host` and `calls` need no second rank, and do not depend on the load of the machine.
+`calls` does not depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Line:
     """Result of one subject.
 
     all      microseconds of forward + backward, including collectives
-    host     microseconds of forward + backward without transfers
+    host     microseconds of forward + backward without transfers; with transfers for subjects with FSDP
     calls    number of Python functions that forward + backward enter
     ..._ratio    value relative to the baseline of the subject
     """
@@ -109,8 +109,8 @@ class Scatter(torch.autograd.Function):
         return _gathered(grads[0], ctx.group), None
 
 
-# Under torch.compile collectives are functional: a graph of torch 2.11 drops the result of an in-place collective in an
-# autograd function, and then also the GEMMs that depend on the result.
+# Under torch.compile functional collectives are used, because a graph of torch 2.11 drops the result of an in-place collective
+# in an autograd function, and then also the GEMMs that depend on the result.
 def _gathered(shard: Tensor, group: ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         gathered: Tensor = functional.all_gather_tensor(shard, 0, group)
@@ -219,7 +219,7 @@ def in_turns(
     gc.collect()
     gc.disable()
     try:
-        for _ in range(1 + rounds):  # a warm-up round
+        for _ in range(1 + rounds):  # the first round is a warm-up
             for name, run in runs.items():
                 found[name].append(_microseconds(run, clock))
     finally:
@@ -277,7 +277,7 @@ def measure(
     transport.ask_for(real, device.type)
     moving = {name: passes(name, tokens, features, real, device) for name in subjects}
     whole = ratios(in_turns(moving, rounds))
-    still = {  # FSDP has separate groups
+    still = {  # FSDP runs over groups of its mesh, so its subjects cannot run over `alone`
         name: moving[name] if name.endswith(FSDP) else passes(name, tokens, features, alone, device)
         for name in subjects
     }
@@ -315,7 +315,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of all ranks (64)")
     parser.add_argument("--features", type=int, default=128, help="in_features and out_features of both linears (128)")
     parser.add_argument("--quick", action="store_true", help="few rounds")
-    parser.add_argument("--profile", metavar="RECIPE", help="also list the functions that it calls")
+    parser.add_argument(
+        "--profile", metavar="RECIPE", help="also list the functions that a pair with this recipe calls"
+    )
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if "RANK" not in os.environ:  # otherwise torchrun has started the ranks

@@ -177,7 +177,7 @@ def run_all(rank: int, ranks: int, out: Path, runs: Sequence[Run]) -> None:
 
 
 def results(out: Path) -> dict[Run, Result]:
-    """Read the results of a file, except for those of models whose sizes in SHAPES have changed since."""
+    """Read the results of a file, without results of runs whose `Run.sizes` have changed since."""
     found = {}
     for line in out.read_text().splitlines() if out.exists() else ():
         fields = json.loads(line)
@@ -188,7 +188,8 @@ def results(out: Path) -> dict[Run, Result]:
 
 
 def wanted(options: argparse.Namespace) -> list[Run]:
-    """Return the runs of a command; for each shape and recipe, the run on one rank comes first."""
+    """Return the runs of a command; for each shape and recipe, the run on one rank comes first. With --cost, each run is
+    followed by the same run without invariant mode."""
     runs = []
     for shape in options.shapes:
         for recipe in options.recipes:

@@ -67,7 +67,7 @@ class Iteration:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Make a new stream current inside of the context: CUDA cannot capture the default stream."""
+    """Make a new stream current inside of the context, since CUDA cannot capture the default stream; do nothing on a CPU."""
     if device.type != "cuda":
         yield
         return

@@ -148,6 +148,6 @@ def show(title: str, found: Found, top: int = TOP) -> None:
 
 
 def short(name: str) -> str:
-    """Shorten the name of a kernel: without return type and template namespaces, at most WIDTH characters."""
+    """Shorten the name of a kernel to WIDTH characters, without a leading "void" and the namespaces of torch and std."""
     plain = re.sub(r"^void |\(anonymous namespace\)::|at::native::|std::|c10::", "", name)
     return plain if len(plain) <= WIDTH else f"{plain[: WIDTH // 2]}...{plain[3 - WIDTH // 2 :]}"

@@ -9,7 +9,8 @@ One row for each recipe, mesh and group, tab-separated, with a header:
     planned, counted   bytes that one rank sends in a step, without amax agreements
     amax               bytes of amax agreements; "PLANNED!=COUNTED" if planned and counted bytes differ
     share_of_bf16      planned bytes, including amax agreements, relative to the same plan in bf16
-    gathers_of_bf16    bytes of the largest gather of a quantized x, dy or w, relative to bf16; "-": no such gather
+    gathers_of_bf16    largest ratio, over the gathers of a quantized x, dy or w, of the bytes to those in bf16; "-": no such
+                       gather
 
 The exit code is 1 if planned and counted bytes of any group, layer and purpose differ, or if a mesh failed.
 """
@@ -119,7 +120,7 @@ def gather_shares(seen: observer.Observer, bf16: Traffic, group: str) -> list[fl
 
 
 def on_ranks(mesh: str, folder: Path, only: Sequence[str], overrides: Sequence[str]) -> None:
-    """Body of a rank: run all recipes on one mesh, one after the other; rank 0 writes MESH.tsv and differences.txt."""
+    """Body of a rank: run the recipes of `only` ([]: all) on one mesh in turn; rank 0 writes MESH.tsv and differences.txt."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     built: DeviceMesh | None = None
@@ -137,8 +138,8 @@ def on_ranks(mesh: str, folder: Path, only: Sequence[str], overrides: Sequence[s
 
 
 def run(mesh: str, folder: Path, arguments: Sequence[str]) -> bool:
-    """Start the ranks of one mesh, run all recipes on them, and print the rows. Returns whether all ranks succeeded and all
-    bytes were as planned."""
+    """Start the ranks of one mesh with the arguments of this command, and print the rows. Returns whether all ranks succeeded
+    and all bytes were as planned."""
     ranks = MESHES[mesh][0] * MESHES[mesh][1]
     command = [
         sys.executable,

@@ -79,10 +79,10 @@ class Line:
     """One line of the table.
 
     ms, shares       milliseconds, and times relative to nn.Linear
-    gemms, floor     milliseconds of the GEMMs alone, and of the floor
+    gemms, floor     milliseconds of the GEMMs alone, and of the floor; 0 for other libraries
     tflops           TFLOP/s of the three GEMMs in `ms.device`
     target           limit of `shares.device`; None without a target
-    of_floor         device time relative to the floor; None without casts
+    of_floor         device time relative to the floor; None for nn.Linear and other libraries
     peer, of_peer    the fastest library with the same quantization, and the device time relative to that library's; None if
                      no such library was measured
     """
@@ -225,7 +225,7 @@ class Apart:
         return [], failures
 
     def _finish(self) -> str:
-        """Wait for the end of the process. Returns a message with its exit code and the last line on stderr."""
+        """Let the process measure, and wait for its end. Returns a message with its exit code and the last line on stderr."""
         last, process = "", self._process
         assert process.stdin is not None and process.stderr is not None
         with contextlib.suppress(BrokenPipeError), process.stdin:  # the process may have ended

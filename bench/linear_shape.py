@@ -2,8 +2,8 @@
 
     python -m bench.linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
-Subjects do not alternate, so that each runs at the clocks under its own load (`dlp.kernels.timing`): pauses would let the
-device cool and favour the subject with the highest load. A subject that fails has a row with the reason.
+Subjects do not alternate, so that each runs at the clocks under its own load (`dlp.kernels.timing`), because pauses
+would let the device cool and favour the subject with the highest load. A subject that fails has a row with the reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from dlp.kernels.tune import by_candidates, fastest, in_bursts, sustained
 from dlp.quant.gemm import DECODES, Gemm, kernel_name
 from dlp.quant.recipe import GEMMS, Operand
 
-GEMMS_OF = {BASE: "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp8_delayed": "fp8_current"}  # recipes with the same GEMMs
+# subject -> recipe with the same GEMMs
+GEMMS_OF = {BASE: "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp8_delayed": "fp8_current"}
 
 BF16 = torch.bfloat16.itemsize
 SAMPLE, BLOCK = (4096, 4096), (128, 128)  # complete blocks of every format

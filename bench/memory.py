@@ -4,8 +4,8 @@
 
 Settings apply to every case. Each case counts static memory tensor by tensor. On a GPU it also measures the peak of
 `max_memory_allocated` in forward, backward and update, and the memory allocated after each of these stages. The exit code is 1
-if the peak of a case differs from its prediction by more than 5 %. Tokens are random; the model and the step are those of
-`launch.train`.
+if the prediction of a case differs from the measured peak by more than 5 %. Tokens are random; the model and the step are
+those of `launch.train`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Result:
 
 
 def counted(built: Built) -> dict[str, float]:
-    """Return the static memory between steps in bytes; each storage counts once."""
+    """Return the static memory between steps in bytes, by row of the prediction; each storage counts once."""
     session = session_of(built.model)
     batch = session.weight_batch
     copies = [] if batch is None else list(batch.values._copies.values())

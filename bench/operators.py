@@ -20,8 +20,8 @@ and for each strategy
     ideal       max(gemm, transfer) / time
     hidden      (sequential - time) / min(gemm, transfer): 1 means that everything that can overlap is hidden
     exposed     time - gemm
-    -tile       (time - tile) / max(gemm, transfer), where tile = gemm / number of output-tile waves: the last wave cannot be
-                hidden. The limits for FP8 recipes are 1.10 in a gather and 1.15 in a sum
+    -tile       (time - tile) / max(gemm, transfer), where tile = gemm / number of output-tile waves, since the last wave
+                cannot be hidden. The limits for FP8 recipes are 1.10 in a gather and 1.15 in a sum
 
 The default arguments take 484 repetitions of eight calls; the first printed line estimates the duration.
 

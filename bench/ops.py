@@ -6,11 +6,12 @@
 
     fused     dlp.ops as users run it
     unfused   the same ops called one by one, each as a separate autograd function
-    nn        nn.Linear, F.rms_norm and F.silu in bf16 under torch.compile
+    nn        nn.Linear, nn.RMSNorm and F.silu in bf16 under torch.compile
     te        `te.ops.Sequential`, `LayerNormMLP`, `TransformerLayer` of Transformer Engine, if it is installed
 
-Subjects take turns. The table shows the median milliseconds of forward, backward and, for dlp, the step boundary, which casts
-the weights; and the speed relative to `unfused`. Host times are those of forward + backward without a step boundary.
+Subjects take turns; with --tp only `fused` and `unfused` run. The table shows the median milliseconds of one iteration
+(forward, backward and, for dlp, the step boundary, which casts the weights), and the speed relative to `unfused`. Host times
+are times of forward + backward without a step boundary.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from dlp import ops
 Run = Callable[[], None]
 HEAD, ROUNDS, COUNT = 128, 16, 5
 TE_RECIPES = {"fp8_current": "Float8CurrentScaling", "fp8_delayed": "DelayedScaling", "fp8_block": "Float8BlockScaling"}
-HOST_LIMIT = 1.3  # limit relative to one linear's host time
+HOST_LIMIT = 1.3  # limit of the MLP's host time relative to the linear's
 
 
 class Apart(nn.Module):

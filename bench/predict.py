@@ -51,7 +51,7 @@ class Compared:
 
 
 def compare(run: dict[str, Any]) -> Compared:
-    """Predict the step of a recorded run."""
+    """Predict the time per step of a recorded run (an entry of the file), and return it with the measured time."""
     name, *settings = run["arguments"]
     config, world, board = load(name, settings), run["world"], run["board"]
     together = rows.together if run.get("one_dgrad", True) else lambda *formats: None

@@ -1,4 +1,4 @@
-"""Time of norms, SwiGLU and the bias gradient, separate from casts and fused into casts.
+"""Time of norms, activations and the bias gradient, separate from casts and fused into casts.
 
     python -m bench.producers [--sizes 256] [--only "rms_norm > fp8_current"] [--json FILE]
 
@@ -25,7 +25,7 @@ from dlp.quant.quantizer import Origin, ScaleSlot, offers, one_read
 from dlp.quant.recipe import Operand, load
 
 RECIPES = ["fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
-APART_ONLY = ("nvfp4", "x")  # the casts of nvfp4 for activations cannot compute a producer
+APART_ONLY = ("nvfp4", "x")  # only "apart": casts of activations to nvfp4 cannot compute a producer
 EPS = 1e-5
 
 

@@ -8,7 +8,7 @@ sizes more slowly, which would be an unfair baseline. `share` is the bandwidth o
 
 Quantizer and copy are captured as CUDA graphs of many launches. Their buffers rotate over more than four times the L2 cache, so
 that no launch finds its input in the cache. Replays of both graphs alternate, and medians are printed. Sizes are MB of input.
-`host` is the host time of one call while the device is idle.
+`host` is the host time of one call on a small input.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def amax(x: Tensor) -> Launch:
 
 
 def amax_batch(x: Tensor) -> Launch:
-    """Compute the amaxes of 32 matrices of different sizes, which together have the bytes of x, in one launch."""
+    """Compute the amaxes of up to 32 matrices of different sizes, which together have the bytes of x, in one launch."""
     rows = x.shape[0]
     cuts = sorted({rows * (i * i + i) // (32 * 33) for i in range(33)})
     xs = [x[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]

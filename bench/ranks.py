@@ -1,4 +1,4 @@
-"""Start of the ranks of a benchmark as processes on this machine."""
+"""Start the ranks of a benchmark as processes on this machine."""
 
 from __future__ import annotations
 

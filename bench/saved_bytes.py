@@ -3,7 +3,7 @@
     python -m bench.saved_bytes [CONFIG] [--section.key value ...]        tiny by default; one sequence, without tp
 
 Saved-tensor hooks count the tensors that autograd saves, each storage once, without parameters and without the operands that
-the step boundary casts from parameters. Tensors are fake: nothing is allocated or computed.
+the step boundary casts from parameters. Tensors are fake, so that nothing is allocated or computed.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ Problem = dict[str, Any]
 def linear_sizes(layer: LayerPlan, tp: int, tokens: int) -> tuple[int, int, int]:
     """Return M, K, N of the GEMMs of one rank. `tokens`: tokens of a microbatch."""
     n, k = shard_sizes(layer.row, *layer.shape, tp, layer.name)
-    alone = layer.row.cut_x == layer.row.cut_dy == 0  # nothing is gathered: each rank has different tokens
+    alone = layer.row.cut_x == layer.row.cut_dy == 0  # nothing is gathered, so each rank has different tokens
     return tokens // tp if alone else tokens, k, n
 
 
@@ -60,8 +60,8 @@ def problems(
 ) -> Iterator[Problem]:
     """Yield the GEMMs of one layer, with the keys that `dlp.kernels.tune` reads.
 
-    For operand a (and b): `a_dtype`; `a_block`, the block that shares a scale; `a_flipped`, whether the operand is read as the
-    transpose of a stored matrix."""
+    For operand a (and b): `a_dtype`; `a_block`, rows and columns of a block that shares a scale; `a_flipped`, whether the
+    operand is read as the transpose of a stored matrix."""
     of = dict(zip("MKN", sizes, strict=True))
     summed = len(layer.siblings) > 1 and not layer.one_dgrad  # the dgrad GEMMs of siblings add into one fp32 tensor
     for which, kernel in zip(GEMMS, layer.kernels, strict=True):
@@ -147,7 +147,7 @@ def of_model(factory: str, tokens: Sequence[int]) -> Counter[str]:
         tokens: shape of the int64 tokens with which the module is called if the function returns no inputs.
 
     Raises:
-        ValueError: there is no such function, or the model does not run on the meta device.
+        ValueError: there is no such function, the function returns no module, or the model does not run on the meta device.
     """
     package, _, name = factory.partition(":")
     try:

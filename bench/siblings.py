@@ -14,7 +14,8 @@ One GEMM is run in up to three ways:
     shared     siblings are concatenated before the cast, and share scales
     vectors    for recipes with one scale per tensor: codes are concatenated after the cast, and cuBLASLt reads a vector of
                scales, so that each sibling keeps its scale; not for dgrad
-    sum        for dgrad: the kernel of dlp that adds the dgrads of siblings, without concatenation, with all scales
+    sum        for dgrad: the kernel of dlp that adds the dgrads of siblings, without concatenation and with the scales of each
+               sibling
 
 Columns: microseconds of one GEMM per sibling (`separate`) and of one GEMM (`one`), medians of bursts on a busy device; `equal`,
 the fraction of elements that are bitwise equal in both.
@@ -77,7 +78,7 @@ class Siblings:
 
     def __init__(self, recipe: Recipe, which: str, tokens: int, features: int, outs: Sequence[int]) -> None:
         self.recipe, self.which = recipe, which
-        of_sibling, shared = {  # rows x contraction
+        of_sibling, shared = {  # (rows, contraction); 0: that of the sibling
             "fprop": ([(out, features) for out in outs], (tokens, features)),
             "dgrad": ([(tokens, out) for out in outs], (features, 0)),
             "wgrad": ([(out, tokens) for out in outs], (features, tokens)),
@@ -160,7 +161,8 @@ def matrix(rows: int, columns: int, size: float) -> Tensor:
 
 def cast(recipe: Recipe, which: str, side: int, x: Tensor) -> QuantizedTensor:
     quantizer: Any = recipe.operands(which)[side]
-    slot = ScaleSlot(448.0 / x.abs().amax().float() / 1.3, torch.zeros((), device="cuda"))  # scales of earlier steps
+    # a delayed scale, as if the amax of earlier steps were 1.3 times the amax of x
+    slot = ScaleSlot(448.0 / x.abs().amax().float() / 1.3, torch.zeros((), device="cuda"))
     at = Origin(0, 0, x.shape[0], x.shape[1], 0, 0, torch.zeros((), dtype=torch.int64, device="cuda"))
     made: QuantizedTensor = quantizer.cast(x, quantizer.observe(x), slot=slot, at=at)
     return made

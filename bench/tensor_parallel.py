@@ -7,8 +7,9 @@ plain torch in bf16.
     x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
 
 `bench.parallel_subjects` defines shapes and subjects: plain torch (all_gather, F.linear, reduce_scatter), dlp, and
-Transformer Engine if it is installed. dlp uses transport mapped (--transport nccl: NCCL), and an iteration of dlp ends with the
-step boundary, which casts the weights. `auto` chooses a strategy by --table, or by the shipped tables. Milliseconds by subject:
+Transformer Engine if it is installed. dlp sends through mapped memory if the GPUs support it, or as --transport says. An
+iteration of dlp ends with the step boundary, which casts the weights. `auto` chooses a strategy by --table, or by the shipped
+tables. Milliseconds by subject:
 
     alone     an iteration that starts when the device is idle, as in a step in which the host cannot run ahead
     queued    an iteration in a queue of iterations
@@ -158,7 +159,8 @@ def measure(
 def made(
     shape: Shape, tokens: int, key: tuple[str, str], mesh: DeviceMesh, times: Times | None, asked: Asked
 ) -> nn.Module:
-    """Build the model of a subject (name, strategy); compile the blocks of a layer of dlp or plain torch if requested."""
+    """Build the model of a subject (name, strategy). Layers of dlp get the attention backend of `asked`; layers of dlp and
+    plain torch are compiled block by block if `asked.compiled`."""
     name, strategy = key
     torch.manual_seed(0)
     model = subject(name, strategy, shape, tokens, mesh, times)

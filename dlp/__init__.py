@@ -21,7 +21,7 @@ from dlp.flows.lora import load_lora, lora, lora_groups, merge_lora, save_lora
 from dlp.flows.plain import quantize_
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear, RowParallelLinear
 
-# recipes of regions and steps, the step boundary, statistics
+# autocast regions, recipe changes, the step boundary, statistics
 from dlp.parallel.model.autocast import autocast
 from dlp.parallel.model.boundary import attach, end_step, read_stats, record_stats, set_recipe
 

@@ -57,7 +57,8 @@ def check_format(
 ) -> dict[str, float]:  # fmt: skip
     """Check that a quantizer and its format fulfil the requirements of dlp.
 
-    The suites check casts, pieces of a matrix, transposes, a linear, saving and compilation.
+    The suites check casts, pieces of a matrix, transposes, a linear, saving and compilation. For a format with a transform
+    (`Format.basis`), only casts, pieces and transposes are checked.
 
     Args:
         quantizer: quantizer that computes scales from the tensor itself.
@@ -68,7 +69,7 @@ def check_format(
         compiles: check torch.compile, which takes a few seconds.
 
     Returns:
-        Measured SQNRs in dB.
+        SQNRs in dB: "values" of decoded values, "linear" of y.
 
     Raises:
         AssertionError: for a check that fails, with the name of the suite and the rule.
@@ -167,7 +168,8 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> None:
-    """Check that the parts of halves of a matrix, cast with the amax of the matrix, concatenate to the parts of its cast."""
+    """Check that halves of a matrix consist of complete blocks, and that the parts of halves, cast with the amax of the matrix,
+    concatenate to the parts of the cast matrix. Casts with stochastic rounding are not compared."""
     fmt = quantizer.format
     for dim, size in enumerate(SIZE):
         for part in fmt.parts:
@@ -196,7 +198,7 @@ def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> No
 
 
 def check_transpose(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> None:
-    """Check that the transpose of a quantized tensor decodes to the transposed values."""
+    """Check that the transpose of a quantized tensor decodes to the transposed values, if the format is transposable."""
     if quantizer.format.transposable:
         same = torch.equal(q.transpose().dequantize(), q.dequantize().t())
         _must(same, "transpose", "the transpose has other values")

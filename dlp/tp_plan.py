@@ -99,7 +99,8 @@ def tp_plan(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> TpPlan:
 
 
 def _entries(model: nn.Module) -> dict[str, str]:
-    """Return the plan of the base model: pattern of modules -> entry."""
+    """Return the plan of the base model: pattern of modules -> entry; empty without a plan. Raises ValueError for a model
+    without config."""
     config = getattr(model, "config", None)
     if config is None:
         raise ValueError(
@@ -163,7 +164,8 @@ def _activations(model: nn.Module, entries: Mapping[str, str], local: Mapping[st
 def _check(
     model: nn.Module, tp: int, cut: Mapping[str, str], local: Mapping[str, str], entries: Mapping[str, str]
 ) -> None:
-    """Raise ValueError for a model that tp cannot shard."""
+    """Raise ValueError for a model without a plan, for a plan of which no module can be sharded, and for a number of heads or
+    an intermediate size that tp does not divide."""
     name = type(model).__name__
     if not entries:
         raise ValueError(f"{name}: {NO_PLAN}, so tp {tp} would shard nothing: use tp 1, or write layer groups")
@@ -216,7 +218,7 @@ def _shares(module: nn.Module, readers: Mapping[nn.Parameter, int]) -> bool:
 
 
 def _linears_of_blocks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Return the names of all linears in blocks. `blocks`: class names of blocks."""
+    """Return the names of all linears in blocks. `blocks`: class names of blocks. Raises ValueError if there are no linears."""
     outer = [name for name, module in model.named_modules() if type(module).__name__ in blocks]
     names = [
         name for name, module in model.named_modules()

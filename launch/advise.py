@@ -127,7 +127,8 @@ def _micro_batches(
 ) -> Iterator[tuple[tuple[str, ...], Extended] | str]:
     """Try micro batches from the largest down to the second one that fits in memory.
 
-    Yields (settings, planned model) for each micro batch, whether it fits or not; a sentence if the config is rejected.
+    Yields (settings, planned model) for each micro batch, whether it fits or not; a sentence if the config is rejected for
+    another reason than the micro batch.
     """
     fitting = 0
     for micro in MICRO_BATCHES:

@@ -131,7 +131,8 @@ def progress(what: str, tensors: Mapping[str, Tensor]) -> tqdm[NoReturn]:
 
 
 def _check_tied(model: Model, found: Mapping[str, safetensors_folder.Entry]) -> None:
-    """Raise ValueError if config.json ties the head, but the folder has a separate head, which would be lost."""
+    """Raise ValueError if config.json ties the head, but the folder has a head that differs from the embedding and would be
+    lost."""
     if not (model.tie_embeddings and HEAD in found):
         return
     head, embedding = (safetensors_folder.read(found[name], name) for name in (HEAD, EMBEDDING))
@@ -143,7 +144,8 @@ def _check_tied(model: Model, found: Mapping[str, safetensors_folder.Entry]) -> 
 
 
 def finite(entry: safetensors_folder.Entry, name: str) -> Tensor:
-    """Read the tensor `name` from a safetensors file. Raises ValueError if it holds a NaN or Inf: no run can start from it."""
+    """Read the tensor `name` from a safetensors file. Raises ValueError if it holds a NaN or Inf, since no run can start from
+    it."""
     tensor = safetensors_folder.read(entry, name)
     bad = tensor.numel() - int(tensor.isfinite().sum())
     if bad:

@@ -115,7 +115,8 @@ def make_mesh(config: Config) -> DeviceMesh:
 
 
 def check_restarts(config: Config) -> None:
-    """Raise ConfigError if torchrun would restart failed ranks from the beginning of the run."""
+    """Raise ConfigError if torchrun may restart failed ranks and `[checkpoint] resume` is not auto, because a restart would
+    then ignore checkpoints of this run."""
     resume, restarts = config.checkpoint.resume, int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     if resume != "auto" and restarts:
         raise ConfigError(

@@ -4,8 +4,8 @@ file.
 Two kinds of data. `gauss` is what training looks like: results of a sharded and an unsharded layer differ by the
 rounding of sums over ranks, and by scales that are computed from a shard instead of the full tensor. The bound on this
 difference is the error of the recipe against high precision, measured in the same test. `lattice` holds only +-1 and
-+-2, one of each in every 2 x 2 square: the scales do not depend on the sharding, and every product and sum is exact.
-Results that are not sums over ranks must therefore have equal bits.
++-2, in a checkerboard of both magnitudes, so that the scales do not depend on the sharding, and every product and sum
+is exact. Results that are not sums over ranks must therefore have equal bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import caps_of
 from dlp.quant.recipe import GEMMS, Recipe
 
-# Without qat, which makes nothing smaller and is tested in test_qat.py
+# All recipes except qat: it multiplies decoded values in high precision, and test_qat.py tests it.
 RECIPES = [name for name in recipes.names() if name != "qat"]
 # int8 has one scale per row, like fp8_rowwise, and casts without kernels. In tests of the granularity of scales or of
 # captured launches, fp8_rowwise therefore represents int8.
@@ -60,8 +60,8 @@ def of_these(names: Sequence[str], cases: Iterable[str]) -> list[Any]:
 
 ON_RANKS = [(world, recipe) for world in (2, 4) for recipe in BY_SCALES if world < 4 or recipe in FOUR]
 STYLE_KEYS = list(STYLES)  # (name, sequence_parallel)
-# Every recipe runs in every style on 2 ranks. On 4 ranks, where only sizes differ, FOUR run in the styles with sharded
-# tokens, and one of FOUR in the other styles.
+# On 2 ranks, every recipe of BY_SCALES runs in every style. On 4 ranks, where only sizes differ, FOUR run in the column and
+# row styles with sequence parallelism, and the first of FOUR in the column and row styles without it.
 IN_STYLES = [
     (world, recipe, key)
     for world, recipe in ON_RANKS
@@ -71,8 +71,9 @@ IN_STYLES = [
 
 
 def in_styles(cases: Iterable[tuple[int, str, tuple[str, bool]]]) -> list[Any]:
-    """Mark the cases of IN_STYLES that only `--all-cases` runs. Without the option, recipes of KINDS run in the
-    sequence-parallel styles of tp on 2 ranks, every recipe runs in one more style, and one recipe runs on 4 ranks."""
+    """Mark the cases of IN_STYLES that only `--all-cases` runs. Without the option, on 2 ranks, recipes of KINDS
+    run in COLUMN_SP and ROW_SP, and every recipe runs in one style, chosen by its index; on 4 ranks, only fp8_block in
+    ROW_SP runs."""
     found = []
     for world, recipe, key in cases:
         number = BY_SCALES.index(recipe)
@@ -137,7 +138,8 @@ class LinearCase:
 
 def linear_cases(style_key: tuple[str, bool], recipe: str) -> Iterator[LinearCase]:
     """Variants of one style and recipe for both kinds of data. Every two values of different options (siblings, bias,
-    dtype, token counts that are not multiples of a block) occur together in some variant."""
+    dtype, token counts that are not multiples of a block) occur together in some variant, except bf16 without siblings
+    in styles other than row."""
     many = 1 if style_key[0] == "row" else 3
     lattice_scope = "all" if transforms(recipe) else "table"
     yield LinearCase(style_key, recipe, torch.float32, bias=True)

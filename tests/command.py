@@ -18,15 +18,15 @@ class Done(NamedTuple):
 
 
 def command(module: str, *arguments: str) -> Done:
-    """Run `python -m module arguments` in this process. The module is executed as __main__, with imports that are
-    already loaded (test_imports.py checks that each program can be imported first)."""
+    """Run `python -m module arguments` in this process; return the exit code and the output. The module is executed as
+    __main__, with imports that are already loaded (test_imports.py checks that each program can be imported first)."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         patch.object(sys, "argv", [module, *arguments]), redirect_stdout(out), redirect_stderr(err),
         warnings.catch_warnings(),
     ):  # fmt: skip
-        warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)  # runpy's
-        # A warning of torchrun about this stderr
+        warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)  # from runpy
+        # torchrun warns that this stderr is not a file
         warnings.filterwarnings("ignore", "Unable to enable fault handler", UserWarning)
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)

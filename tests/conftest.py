@@ -42,7 +42,7 @@ import torch.distributed as dist
 from tests.pool import Pool, collect_garbage_seldom
 
 pytest.register_assert_rewrite("tests.metrics")
-torch.set_num_threads(1)  # the processes of ranks do the same, so that sums have the same order here and there
+torch.set_num_threads(1)  # as in the processes of ranks, so that sums are added in the same order
 
 if importlib.util.find_spec("hypothesis"):  # tests on GPUs do not need hypothesis
     from hypothesis import settings
@@ -53,28 +53,28 @@ if importlib.util.find_spec("hypothesis"):  # tests on GPUs do not need hypothes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where multi-rank tests run")
-    parser.addoption("--share-gpu", action="store_true", help="with --device cuda: all ranks of a test on one GPU")
-    parser.addoption("--all-cases", action="store_true", help="all cases of each test, not a choice that covers them")
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device of tests with ranks")
+    parser.addoption("--share-gpu", action="store_true", help="with --device cuda: run all ranks of a test on one GPU")
+    parser.addoption("--all-cases", action="store_true", help="run all cases of each test, instead of a selection")
     parser.addoption(
         "--fast",
         action="store_true",
-        help="without what is marked slow; of tests with ranks one case each, on at most two ranks, of others as many as it "
-        "takes to meet every parameter's values",
+        help="leave out tests marked slow; run one case of each test with ranks, on at most two ranks, and of each other test "
+        "enough cases to contain every parameter value",
     )
     parser.addoption(
         "--cases",
         type=int,
         metavar="N",
-        help="only N cases of each test, or all it takes to meet every parameter's values",
+        help="run at least N cases of each test, and enough cases to contain every parameter value",
     )
     parser.addoption(
         "--emulated",
         action="store_true",
-        help="tests/gpu: the kernels' own, on a CPU that plays the GPU (tests/cuda_on_cpu)",
+        help="run the tests of kernels in tests/gpu on a GPU that is simulated on the CPU (tests/cuda_on_cpu)",
     )
     parser.addoption(
-        "--golden", action="append", metavar="FILE", help="test_golden.py: these files, not the shipped ones"
+        "--golden", action="append", metavar="FILE", help="files for test_golden.py, instead of the files in tests/data"
     )
 
 
@@ -116,8 +116,9 @@ def rows_of(item: pytest.Item, strength: int) -> set[tuple[tuple[str, str], ...]
 
 
 def thinned(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Choose the cases of each test that run without `--all-cases`: enough cases to cover the rows of the
-    decorators."""
+    """Choose the cases that run without `--all-cases`. Leave out cases marked `full`. Of each test with several
+    `parametrize` decorators, choose enough cases to contain all pairs of rows of two decorators, or all rows if the test
+    needs ranks."""
     by_function: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("full") is None:
@@ -153,7 +154,7 @@ def covering(items: Sequence[pytest.Item], least: int) -> list[pytest.Item]:
 
 
 def some_cases(items: Sequence[pytest.Item], cases: int) -> list[pytest.Item]:
-    """Apply `covering` to each test function."""
+    """Choose at least `cases` cases of each test function, as `covering` does."""
     by_function: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_function.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -161,8 +162,8 @@ def some_cases(items: Sequence[pytest.Item], cases: int) -> list[pytest.Item]:
 
 
 def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Choose the tests of a run with `--fast`: tests without the mark `slow`. Of a test with ranks one case on at most
-    two ranks runs; of other tests, enough cases to contain every parameter value."""
+    """Choose the tests of a run with `--fast`: tests without the mark `slow`. Choose one case on at
+    most two ranks of each test with ranks, and enough cases of each other test to contain every parameter value."""
     quick = [item for item in items if item.get_closest_marker("slow") is None]
     first = {item.nodeid.partition("[")[0]: item for item in reversed(quick) if 0 < world_of(item) <= 2}
     kept = {*some_cases([item for item in quick if not world_of(item)], 1), *first.values()}
@@ -170,8 +171,9 @@ def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore tests/gpu if there is no device and the command line does not name the folder: collecting tests/gpu takes
-    as long as collecting all other tests. tests/test_imports.py checks that the files of tests/gpu can be imported."""
+    """Ignore tests/gpu if there is no device, and the command line neither names the folder or a file in it nor has
+    `--emulated`, because collecting tests/gpu takes as long as collecting all other tests. tests/test_imports.py checks
+    that the files of tests/gpu can be imported."""
     if collection_path.name != "gpu" or torch.cuda.is_available() or config.getoption("--emulated"):
         return None
     named = [Path(arg.partition("::")[0]).resolve() for arg in config.args]
@@ -179,7 +181,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Keep one test of each file in tests/gpu, which reports that the file is skipped, and all tests of other files."""
+    """Of the tests that use the fixture `device`, keep only one in each file of tests/gpu, which reports that the file is
+    skipped. Keep all other tests."""
     found: dict[object, pytest.Item] = {}
     for item in items:
         needs_one = item.path.parent.name == "gpu" and "device" in getattr(item, "fixturenames", ())
@@ -189,8 +192,8 @@ def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Turn the garbage collector off during collection. Collections, which traverse torch and all tests, would take a
-    third of the time."""
+    """Turn Python's garbage collector off while pytest collects tests, because traversing torch and all tests would take
+    a third of the time. Afterwards, let the collector run less often."""
     gc.disable()
     yield
     collect_garbage_seldom()
@@ -211,7 +214,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if world_of(item) and item.get_closest_marker("ranks") is None:
             item.add_marker(pytest.mark.ranks(world_of(item)))
     items.sort(key=world_of)
-    if hasattr(config, "workerinput"):  # of pytest-xdist
+    if hasattr(config, "workerinput"):  # this process is a worker of pytest-xdist
         long = {item.path for item in items if world_of(item) or item.get_closest_marker("slow")}
         items.sort(key=lambda item: (item.path not in long, item.path))
 
@@ -249,7 +252,8 @@ def pools(device_type: str) -> Iterator[dict[int, Pool]]:
 def ranks(
     request: pytest.FixtureRequest, pools: dict[int, Pool], device_type: str, share_gpu: bool
 ) -> Callable[[int], Pool]:
-    """Return a function: `ranks(n)` is the pool of n ranks, which outlives a single test."""
+    """Return a function: `ranks(n)` is the pool of n ranks, which outlives a single test. `ranks` fails a test that was
+    announced with fewer ranks, and skips a test for which the machine has too few GPUs."""
     announced, used = world_of(request.node), set[int]()
 
     def pool(world: int) -> Pool:

@@ -28,7 +28,7 @@ from dlp.runtime import function
 from tests import pointer_arguments
 from tests.simulated_transport import STEPS
 
-ALIGNMENT = 64  # alignment of CPU memory
+ALIGNMENT = 64  # bytes; alignment of memory that torch allocates on CPUs
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 TYPES = {number: dtype for dtype, number in gemms.TYPES.items()}
 PIECE = 2**30
@@ -49,7 +49,7 @@ def matrix(words: Sequence[int], wide: bool) -> Tensor:
 
 def made(words: Sequence[int], wide: bool, source: Sequence[int]) -> Tensor:
     """Return the values that a cast quantizes, computed from the matrix and the packed arguments of a producer
-    (csrc/kernels.h)."""
+    (csrc/kernels.h). If the producer has an address for sums, write the sums of the tiles there."""
     x, (producer, rstd, weight, fp32, up, stride, sums, act, slope, mean, bias) = matrix(words, wide), source
     if producer == cuda_producers.RMS_NORM:
         factors = at(rstd, (len(x), 1), torch.float32), at(weight, x.shape[1:], TYPE[fp32]).float()
@@ -167,7 +167,8 @@ class Program:
 
 
 class Module:
-    """The functions of csrc/bindings.cpp that the recipes of per-tensor and block FP8 call."""
+    """The functions of csrc/bindings.cpp that layers and fused ops with per-tensor and block FP8 call: casts, GEMMs, norms,
+    activations and sums."""
 
     AMAX_CHUNK, TILE, NORM_PARTS = 16384, 128, 512
     GemmPlan, Program = Plan, Program
@@ -407,7 +408,8 @@ class Module:
 
 
 class OnGpu(TorchFunctionMode):
-    """Context in which CPU tensors report a GPU as their device, and requests for GPU tensors return CPU tensors."""
+    """Context in which `is_cuda` is True for CPU tensors, `cuda()` returns the tensor itself, and functions with the argument
+    device="cuda" return CPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func == torch.Tensor.is_cuda.__get__:
@@ -426,7 +428,8 @@ def emulated() -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
-    """Record, inside `emulation()`, the names and arguments of the kernels that are launched."""
+    """Record, inside `emulation()`, the names and arguments of launched kernels. GEMMs of cuBLASLt, `set_zero` and kernels
+    that another kernel calls are not recorded."""
     found, inside = list[tuple[str, tuple[Any, ...]]](), list[str]()
 
     def run(name: str, kernel: Callable[..., Any], *arguments: Any) -> Any:
@@ -452,7 +455,7 @@ def emulation(module: Any = Module, *, kind: str = "sm_90", batches: bool = Fals
     `module`.
 
     Args:
-        kind: the architecture of the device. The scales of an "sm_100" are compact, as those of the references.
+        kind: the architecture of the device. On "sm_100", scales are compact, like the scales of the references.
         batches: whether the device can cast many matrices in one launch.
     """
     space = torch.empty(ALIGNMENT, dtype=torch.uint8)

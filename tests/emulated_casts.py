@@ -1,4 +1,4 @@
-"""Kernels of the emulated device (`tests.emulated`) for rowwise FP8, MXFP8 and NVFP4."""
+"""Kernels of the emulated device (`tests.emulated`) for rowwise FP8, MXFP8 and NVFP4, and for decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights, one for each architecture that dlp can train."""
+"""Tiny models of transformers of any architecture, with random weights; and losses of training steps."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def in_order(*transports: Transport) -> Iterator[None]:
 
 
 def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
-    """Return a description of each race. `taken`: the launches of each rank, from `named_alike`."""
+    """Return a description of each race and each lost signal, and "ranks wait for each other" if no rank can continue.
+    `taken`: the launches of each rank, from `named_alike`."""
     order = Order(taken)
     ranks = [order.run(rank, launches) for rank, launches in enumerate(taken)]
     while ranks:
@@ -49,7 +50,7 @@ def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
 
 
 # Launches that wait for a flag of each peer in this rank's buffer: index of the flags, smallest value that ends the
-# wait, and value that the launch writes afterwards (None: nothing).
+# wait (None: the value of this rank's flag), and value that the launch writes afterwards (None: nothing).
 WAITS = {"begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "agreed": (MET, None, None)}
 # Launches that write a flag in the buffer of each peer: index of the flags, and the value. None: the launch increments
 # the flag.
@@ -71,8 +72,8 @@ WHERE = {0: "", CALLS: ", a collective"}
 
 class Order:
     """State of the search (vector clocks). `clock[a, b]` is the index of the last launch of stream b that stream a has
-    waited for. Memory is divided at the bounds of all accesses; the state has the last write of each piece, and the
-    last read of each stream."""
+    waited for; the streams of all ranks are numbered together. Memory is divided at the bounds of all accesses; for each
+    piece, the state has the last write, and the last read by each stream."""
 
     def __init__(self, taken: Sequence[Sequence[Launch]]) -> None:
         every = sorted({(rank, each.stream) for rank, launches in enumerate(taken) for each in launches})
@@ -92,7 +93,7 @@ class Order:
             mine = self.streams[rank, stream]
             clock = self.clock[mine]
             clock[mine] += 1
-            self.names[mine, clock[mine]] = f"{name} of rank {rank}{WHERE.get(stream, ', on a lane')}"
+            self.names[mine, clock[mine]] = f"{name} of rank {rank}{WHERE.get(stream, ', on a side stream')}"
             word, least, then = WAITS.get(name, (0, 0, None))
             least = self.words[of, rank, MET + rank].value if least is None else least
             for peer in range(self.world) if name in WAITS else ():
@@ -120,7 +121,7 @@ class Order:
                 f"{self.names[mine, clock[mine]]} does not wait for {self.names[before.stream, before.when]}"
             )
         if before.value == value:
-            self.found.add(f"{self.names[mine, clock[mine]]} tells what nobody has taken note of")
+            self.found.add(f"{self.names[mine, clock[mine]]} sets a flag again before a peer has read the flag")
         self.words[at] = Word(value, clock.copy(), mine, int(clock[mine]))
 
     def _touch(self, mine: int, clock: Any, launch: Launch) -> None:

@@ -1,7 +1,7 @@
 """Record launches on the emulated device, with the stream and the bytes that each launch reads and writes.
 
     take  records the launches and collectives of the code inside. `Taken.named_alike` replaces addresses by numbers that
-          are equal on all ranks
+          mean the same memory on all ranks
 
 A kernel of the emulated device looks up tensors by address: the tensors that it changes are its writes, the others its
 reads. `meet` and `agree` of a slot (`dlp.comm.slots`) are recorded as two launches: signal the peers, and wait for the
@@ -97,7 +97,8 @@ class Taken(list[Launch]):
         return [Launch("agree", stream, slot, its(0), pushed), Launch("agreed", stream, slot, came, its(AGREED))]
 
     def named_alike(self) -> list[Launch]:
-        """Replace addresses and slots by names that are equal on all ranks."""
+        """Return the launches with numbers in place of addresses and slots. A number means the same memory, or the same
+        slot, on all ranks."""
         slots = [
             (base, HEADER + slot.payload.nbytes, (i * RANKS + owner + 1 << SLOT) - base)
             for i, slot in enumerate(slot for transport in self._transports for slot in transport.slots)
@@ -165,7 +166,7 @@ def halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor
     return tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
 
 
-CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # module; tensors read and written
+CALLED: dict[str, tuple[Any, Callable[[Sequence[Tensor]], Any]]] = {  # module; tensors read, tensors written
     "_start_gathers": (collectives, gathered), "_start_exchange": (collectives, lambda each: (each[1:], each[:1])),
     "_start_round": (exchange, halves), "_start_maxima": (transport, lambda each: ((), each)),
 }  # fmt: skip

@@ -15,7 +15,8 @@ from torch import Tensor
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected| in the Frobenius norm, computed in float64; 0 if both are zero."""
+    """|actual - expected| / |expected| in the Frobenius norm, computed in float64; if `expected` is
+    zero, 0 if `actual` is zero, else infinity."""
     assert actual.shape == expected.shape, f"shapes differ: {tuple(actual.shape)} and {tuple(expected.shape)}"
     difference = (actual.detach().double() - expected.detach().double()).norm().item()
     norm = expected.detach().double().norm().item()
@@ -69,7 +70,7 @@ def bit_difference(actual: Tensor, expected: Tensor) -> str | None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, uint8 [elements, bytes per element], little-endian, on the CPU."""
-    # `view` below needs adjacent elements, also if a dimension of size one has another stride
+    # Copy: `view` below needs adjacent elements, and a dimension of size one may have any stride
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     flat.view(tensor.shape).copy_(tensor.detach().cpu())
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())

@@ -23,7 +23,7 @@ RUN_GROUPS = [
 
 
 class Block(nn.Module):
-    """Weight of gate and up [2 size, size], and of down [size, 2 size]."""
+    """Residual block: norm, then the siblings gate and up (weights [2 size, size]), then down (weight [size, 2 size])."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -59,8 +59,9 @@ def net(
     recipe: Any, mesh: DeviceMesh, *groups: dict[str, Any], dtype: torch.dtype = torch.float32, fsdp: bool = False,
     **options: Any,
 ) -> Net:  # fmt: skip
-    """Return the converted network, with the same weights on every mesh. The attached optimizer is
-    `model.optimizer`."""
+    """Return the converted network, with the same weights on every mesh; its attached optimizer is `model.optimizer`.
+    `groups`: layer groups after the group of all blocks; `fsdp`: shard the network with FSDP; `options`: arguments of
+    `dlp.convert`."""
     torch.manual_seed(0)
     model = Net().to(worker.device(), dtype)
     sequence_parallel = mesh["tp"].size() > 1

@@ -28,7 +28,7 @@ def mlp(recipe: Any = "bf16", bias: bool = True, act: type = ops.SwiGLU) -> ops.
 
 
 def run(model: nn.Module, *shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Run forward and backward; return y, dx and the gradients of the parameters, which are set to None before."""
+    """Clear the gradients of the parameters, and run forward and backward; return y, dx and the gradients."""
     x = values(seed, *(shape or (M, H))).to(dtype).requires_grad_()
     model.zero_grad()
     y = model(x)
@@ -55,7 +55,7 @@ class Watched(TorchDispatchMode):
 
 
 class Branch(ops.BasicOperation):
-    """Op with an extra input and an extra output: returns weight * x + extra, and x as the extra output. `lacks`: name
+    """Op with an extra input and an extra output: returns 2 * weight * x + extra, and x as the extra output. `lacks`: name
     of a result that the op wrongly leaves out."""
 
     num_extra_inputs = num_extra_outputs = 1
@@ -81,7 +81,8 @@ class Branch(ops.BasicOperation):
 
 
 class Twice(nn.Module):
-    """A Branch between other ops, in a sequence. The module returns the sum of its output and its extra output."""
+    """Sequence with a Branch between other ops, whose extra input is 3 x. The module returns the sum of the output and the
+    extra output."""
 
     def __init__(self, lacks: str = "") -> None:
         super().__init__()

@@ -35,7 +35,7 @@ class LearnableScale(ops.BasicOperation):
 
 
 class ScaleAdd(ops.FusedOperation):
-    """User-defined fusion of ConstantScale and AddExtraInput, for forward only."""
+    """User-defined fusion of ConstantScale and AddExtraInput, for forward only. `runs`: number of forwards."""
 
     runs = 0
 
@@ -62,7 +62,7 @@ def a_sequence() -> nn.Module:
 
 
 class Quantized(nn.Module):
-    """Model with a forward in an autocast region. The backward runs outside of the region."""
+    """Model with quantized-only weights and a forward in an autocast region. The backward runs outside of the region."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -316,7 +316,7 @@ def stale_gather(here: Here) -> None:
     before: list[Tensor] = []
 
     def old(module: nn.Module, args: Any) -> None:
-        weight = held(module.weight).data  # written as by FSDP, unseen by autograd
+        weight = held(module.weight).data  # autograd does not see writes into `data`, nor writes of FSDP
         now = weight.clone()
         if before:
             weight.copy_(before[-1])
@@ -330,12 +330,12 @@ def agrees_nowhere(here: Here) -> None:
 
 
 def agreed_over_tp(here: Here) -> None:
-    """Ranks agree on delayed scales over tp only."""
+    """Ranks agree on delayed scales over tp, but not over dp."""
     session_of(here.model).amax_group = here.mesh.get_group("tp")
 
 
 def other_scale(here: Here) -> None:
-    """For one weight, rank 1 reads a scale that is 1.37 times too large."""
+    """For one weight, tp rank 1 reads a scale that is 1.37 times too large."""
     if here.tp == 1:
         other_pass("layers.0.mlp.up_proj", lambda here, y, call: 1.37 * (y - held_bias(here)) + held_bias(here))(here)
 
@@ -386,7 +386,7 @@ def same_data(here: Here) -> None:
 
 
 def masked_on_one_rank(here: Here) -> None:
-    """Attention on one rank reads later tokens."""
+    """Attention on tp rank 1 reads later tokens."""
     if here.tp == 1:
         attend = torch.nn.functional.scaled_dot_product_attention
         here.patch(modules, "attend", lambda q, k, v, *more: attend(q, k, v))
@@ -508,7 +508,7 @@ def seeds(own: Callable[[Here], int]) -> Callable[[Here], None]:
 
 
 def learning_rate(here: Here) -> None:
-    """One rank uses another learning rate."""
+    """The learning rate of tp rank 1 is doubled."""
     if here.tp == 1:
         here.optimizer.param_groups[0]["lr"] *= 2
 

@@ -1,4 +1,5 @@
-"""Pointer arguments of kernels, read from the types in csrc. A replay of captured launches replaces only pointers."""
+"""Pointer arguments of kernels, read from the types in csrc, because a replay of captured launches replaces only
+pointers."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ TRANSPOSE = (frozenset({0, 5}), False)  # bindings.cpp binds transposes by a fun
 
 def words(said: str, agreed: int = 8) -> frozenset[int]:
     """Return the indices of packed arguments that are addresses, from the C++ expression `said`: `words(0, 5)`, or a
-    mask of the first `2 * kAgreed`."""
+    mask of the first `2 * kAgreed`. Other expressions have no addresses."""
     if said.startswith("words"):
         return frozenset(map(int, re.findall(r"\d+", said)))
     return frozenset(range(2 * agreed)) if "kAgreed" in said else frozenset()

@@ -41,7 +41,7 @@ from tests import shared_gpu
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "shared": "cpu:gloo,cuda:gloo"}
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-MANY_THREADS = 60  # threads of a worker above which it is replaced; a gloo group has three
+MANY_THREADS = 60  # a worker with more threads is replaced between tests; a gloo group has three threads
 GRACE = 0.5  # seconds for the other ranks to report, after one rank has failed
 
 
@@ -94,14 +94,15 @@ def collect_garbage_seldom() -> None:
 
 
 def forking() -> ForkServerContext:
-    """Multiprocessing context whose processes start with torch, its compilers, dlp and launch imported, if pytest runs
-    in the repository, and with transformers if a collected test needs models of transformers.
+    """Return the multiprocessing context of the workers, whose processes are forked from a server. If pytest runs in the
+    repository, the server imports torch, its compilers, dlp and launch, and also transformers if a collected test needs
+    models of transformers.
 
-    On a machine with a GPU, processes import the compilers after the fork, because this import initializes CUDA, which
-    does not survive a fork.
+    On a machine with a GPU, the server imports neither the compilers nor transformers, because the import of the
+    compilers initializes CUDA, which does not survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
-    # Without the preload, each process that compiles would need a second to import these
+    # Without the preload, each process that compiles would need a second to import these modules
     compilers = ["torch._dynamo.backends.debugging", "torch._inductor.compile_fx"]
     models = ["tests.hf_models"] if "tests.hf_models" in sys.modules else []
     context.set_forkserver_preload(
@@ -160,14 +161,15 @@ class Pool:
         self.kill()
 
     def refresh(self) -> None:
-        """Replace the workers if they have many gloo groups, because each group keeps threads that poll a hundred times
-        a second."""
+        """End the workers if one has more than MANY_THREADS threads, because each gloo group keeps threads that poll a
+        hundred times a second. The next job starts new workers."""
         alive = [worker for worker in self._workers if worker.process.is_alive()]
         if any(len(os.listdir(f"/proc/{_pid(worker)}/task")) > MANY_THREADS for worker in alive):
             self.kill()
 
     def _signal(self, number: int) -> None:
-        """Stop or continue the workers. Between jobs the threads of gloo would take half of a core from other tests.
+        """Send a signal to each worker on CPUs. Workers are stopped between jobs, because the threads of gloo would take
+        half of a core from other tests.
 
         The kernel sends SIGHUP to all processes of a process group that loses its last parent outside while a process
         of the group is stopped. So each worker is in a separate process group: when the server ends, only the workers
@@ -291,5 +293,5 @@ def _pid(worker: Worker) -> int:
 
 def _stacks(worker: Worker) -> str:
     os.kill(_pid(worker), signal.SIGUSR1)
-    time.sleep(0.3)  # the handler runs immediately, even while Python waits inside a collective
+    time.sleep(0.3)  # short, because the handler runs at once, even while Python waits inside a collective
     return worker.stacks.read_text()

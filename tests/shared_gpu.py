@@ -18,7 +18,8 @@ _batched = dist.batch_isend_irecv
 
 
 def prepare() -> None:
-    """Let this rank share its GPU. Call this before the first process group is created."""
+    """Let this rank share its GPU, and send tensors to other ranks through host memory. Call this before the first
+    process group is created."""
     os.environ |= {
         "LOCAL_RANK": "0",
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",

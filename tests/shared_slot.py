@@ -82,7 +82,7 @@ class SharedSlot:
         return [self.payload]
 
     def complaint(self) -> tuple[Wait, int, int] | None:
-        """Return None: waits raise errors directly."""
+        """Return None, because waits raise errors directly."""
         return None
 
     def waits(self) -> list[Wait]:

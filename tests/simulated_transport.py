@@ -67,7 +67,7 @@ class SimulatedLane(Lane):
             time.sleep(0.001)
 
     def end(self) -> None:
-        """End the thread, and discard the remaining work."""
+        """Let the thread end after its remaining work. Do not wait for the end."""
         if LATE.pop(self.stream, None):
             self.give(sys.exit)
 
@@ -120,7 +120,7 @@ def until(done: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not done():
         BLOCKED.add(threading.get_ident())
-        assert time.monotonic() < deadline, "a rank waits for another"
+        assert time.monotonic() < deadline, f"a rank has waited for another rank for {PATIENCE} s"
         time.sleep(1e-4)  # a spinning rank uses the core of a working rank
     BLOCKED.discard(threading.get_ident())
 
@@ -175,8 +175,8 @@ def mark(event: int, stream: int) -> None:
 
 
 def await_mark(event: int, stream: int) -> None:
-    """Wait for an event: let the late side stream that recorded the event finish the work before it. A side stream
-    itself does not wait, because other streams run their work immediately."""
+    """Wait for an event: let the late side stream that recorded the event finish the work before it. A late
+    side stream itself does not wait, because other streams run their work immediately."""
     for lane in LATE.values() if stream not in LATE else ():
         if event in lane.marks:
             lane.until(lane.marks[event])

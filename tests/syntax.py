@@ -23,7 +23,7 @@ def tree_of(source: str) -> ast.Module:
 
 @functools.cache
 def nodes_in(folder: str, kinds: tuple[type[ast.AST], ...]) -> Sequence[tuple[Path, ast.AST]]:
-    """Nodes of these kinds in the Python files of a folder of the repository, and the file of each."""
+    """Return (file, node) of each node of these kinds in the Python files of a folder of the repository."""
     paths = sorted((ROOT / folder).rglob("*.py"))
     gc.disable()
     try:

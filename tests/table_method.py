@@ -1,7 +1,7 @@
 """Independent implementation of the element formats in numpy: list all code points, and choose the nearest.
 
-The code shares nothing with dlp. It is the expected result of test_sweeps.py, and writes golden_rowwise.json and
-golden_tile.json.
+The code shares nothing with dlp. It computes the expected results of test_sweeps.py and, for make_golden_rowwise.py and
+make_golden_tile.py, of golden_rowwise.json and golden_tile.json.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def decode(codes: Codes, element: str) -> Floats:
 
 
 def scale_from_amax(amax: Floats, largest: float, power_of_two: bool, epsilon: float, inf_scale: float) -> Floats:
-    """The multiplier for every amax, written without the shortcuts of the vectorized rule."""
+    """Return the multiplier of each amax, computed in a loop over the amaxes."""
     scales = []
     with np.errstate(over="ignore"):
         for value in amax.astype(np.float32):
@@ -131,6 +131,6 @@ def quantize_nvfp4(x: Floats, amax: np.float32, random: Codes | None = None) -> 
 
 
 def scaled(blocks: Floats, scale: Floats) -> Floats:
-    """fl(x * scale), with one scale per block."""
+    """Return x * scale, rounded to fp32, with one scale per block."""
     with np.errstate(over="ignore", invalid="ignore"):
         return (blocks * scale[..., None]).astype(np.float32)

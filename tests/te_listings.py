@@ -156,7 +156,7 @@ assert isinstance(y, te.ops.Handed)
 
 
 def run(name: str) -> None:
-    """Run a listing, on the GPU if there is one. Modules are made on the device of the program."""
+    """Run a listing, on the GPU if there is one. New modules and tensors are created on the same device."""
     code = LISTINGS[name]
     if not torch.cuda.is_available():
         code = code.replace(".cuda()", "").replace('"cuda"', '"cpu"')

@@ -19,7 +19,7 @@ from launch.settings.schema import ConfigError
 from launch.training.attention_backend import choose
 
 SHAPE = Model(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=64)
-# Three rows: one document begins at a second token, one row has five documents
+# Lengths of the documents in three rows. The last row has five documents, of which one begins at the second token.
 LENGTHS = (
     (7, 1, 4),
     (12,),
@@ -38,7 +38,7 @@ def test_a_packed_row_gives_what_its_documents_give_alone() -> None:
     init_weights(model, 0)
     tokens = torch.randint(64, (3, 12), generator=torch.Generator().manual_seed(0))
     packed = model(tokens, documents()).unflatten(0, (3, 12))
-    assert not torch.allclose(packed, model(tokens).unflatten(0, (3, 12)), atol=1e-4), "the documents say nothing"
+    assert not torch.allclose(packed, model(tokens).unflatten(0, (3, 12)), atol=1e-4), "documents have no effect"
     for row, lengths in enumerate(LENGTHS):
         for alone, together in zip(tokens[row].split(lengths), packed[row].split(lengths), strict=True):
             torch.testing.assert_close(model(alone.unsqueeze(0)), together, atol=1e-5, rtol=1e-5)

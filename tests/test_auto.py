@@ -127,7 +127,7 @@ def test_measured_layers_have_what_was_fastest_and_by_a_margin() -> None:
         ["up", "fprop", "chunked:2", "1.800", "2.000"], ["up", "dgrad", "serial", "3.000", "3.000"],
         ["down", "fprop", "serial", "2.000", "2.000"], ["down", "dgrad", "chunked", "2.500", "3.000"],
     ]  # fmt: skip
-    assert all(float(line[5]) >= 1.0 for line in cells), "the model predicts something, too"
+    assert all(float(line[5]) >= 1.0 for line in cells), "the model also predicts a time"
 
 
 @pytest.mark.parametrize(("noise", "chosen"), [(0.0, "chunked:2"), (9e-5, "chunked:2"), (1.1e-4, "serial")])
@@ -214,15 +214,17 @@ def test_other_sizes_go_by_the_model() -> None:
     assert overlaps_of(planned(fast, sizes=(2048, 4096))) == ["serial", "serial"]
     (choice, *_) = planned(slow, sizes=(2048, 4096)).layers[0].choices
     assert choice.measured is None and choice.predicted_serial == pytest.approx(4e-3 + 2e-3, rel=0.01)
-    assert choice.predicted == pytest.approx(4e-3, rel=0.01), "the transfer lies under the GEMM on this rank's own rows"
+    assert choice.predicted == pytest.approx(4e-3, rel=0.01), "the GEMM of this rank's rows hides the transfer"
     by_nccl = {"kind": "sm_90", "device": "NVIDIA H200", "transport": "nccl", "speed": 4 * 2**20 / 2e-3}
     there = {"sizes": (2048, 4096), "device_type": "sm_90", "transport": "nccl"}
     chosen = overlaps_of(planned(table(row(UP, (1,) * 4, (1,) * 4), **by_nccl), **there))
-    assert chosen == ["serial"] * 2, "of GEMMs beside NCCL's kernels nothing is predicted"
+    assert chosen == ["serial"] * 2, "no prediction for GEMMs that run together with NCCL's kernels"
     fast = table(row(UP, (2, 1, 1, 1), (3,) * 4), **by_nccl)
     assert overlaps_of(planned(fast, **there | {"sizes": (1024, 2048)}))[0] == named("chunked", "serial"), "as measured"
     meetings = table(row(UP, (1,) * 4, (1,) * 4), speed=4 * 2**20 / 2e-3, meeting=3e-3)
-    assert overlaps_of(planned(meetings, sizes=(2048, 4096)))[0]["fprop"] == "chunked", "each piece would meet"
+    assert overlaps_of(planned(meetings, sizes=(2048, 4096)))[0]["fprop"] == "chunked", (
+        "each piece would need a barrier"
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,8 +279,8 @@ def test_every_shipped_table_is_of_this_version() -> None:
 
 
 def constructed(tables: Path) -> list[str]:
-    """Return the strategies of layers that are constructed with overlap = "auto", given a table of this machine for
-    auto.NOMINAL tokens."""
+    """Return the strategies for fprop and dgrad of two layers that are constructed with overlap = "auto", first with tp,
+    then without, given a table of this machine for auto.NOMINAL tokens."""
     tp = worker.mesh(tp=2)["tp"]
     here, by = auto.machine(tp.device_type), auto.transport_name(tp.get_group(), tp.device_type)
     problem = Problem(COLUMN_SP, auto.NOMINAL, 32, (64,), FP8)
@@ -300,7 +302,8 @@ def test_layers_that_are_constructed_take_auto(ranks, tmp_path: Path) -> None:
 
 
 def converted(folder: Path) -> tuple[str, list[Any], str]:
-    """Convert with a different table on each rank; return the choices, and the message if ranks differ."""
+    """Convert with a different table on each rank; return the choices in the plan, the strategies of the layers, and the
+    message of `auto.check_together` for different values on the ranks ("" without an error)."""
     mesh = worker.mesh(tp=2)
     problems = Problem(COLUMN_SP, 64, 32, (64,), FP8), Problem(ROW_SP, 64, 64, (32,), FP8)
     faster = [(2.0, 1.0, 3.0, 3.0), (2.0, 3.0, 1.0, 3.0)][dist.get_rank()]
@@ -339,7 +342,7 @@ def measured() -> tuple[Row, float, float]:
 @pytest.mark.ranks(2)
 def test_tuning_measures_each_direction_under_each_strategy(ranks) -> None:
     (first, speed, meeting), second = ranks(2).run(measured)
-    assert (first, speed, meeting) == second, "all ranks have the times of the slowest"
+    assert (first, speed, meeting) == second, "all ranks use the times of the slowest rank"
     assert first.key == ("COLUMN_SP", 32, 16, (32, 16), "fp8_current") and first.sizes == (32, 24, 16)
     assert list(first.passes) == ["fprop", "dgrad"] and list(first.gemms) == ["fprop", "dgrad", "wgrad"]
     assert all(list(of) == ["serial", "chunked:2"] for of in first.passes.values())

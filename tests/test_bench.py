@@ -134,7 +134,7 @@ def test_what_is_hidden_of_what_could_be() -> None:
 
 
 def test_gathers_and_sums_of_fp8_have_bars() -> None:
-    """A GEMM of 100 with ten waves: the last tile takes 10."""
+    """The bars do not count the time of the last output tile: 10 us for a GEMM of 100 us with ten waves."""
 
     def said(operator: str, recipe: str, strategy: str, time: float) -> str:
         parts = (100.0, 40.0, 144.0)
@@ -148,7 +148,7 @@ def test_gathers_and_sums_of_fp8_have_bars() -> None:
 
 
 def test_operators_take_less_than_a_minute_by_default() -> None:
-    """The repetitions may take 40 s; 20 s are left for starting the ranks."""
+    """The repetitions may take 40 s, because starting the ranks takes up to 20 s."""
     count = operators.repetitions(len(operators.MODELS), len(operators.RECIPES), len(operators.STRATEGIES))
     assert count == 484 and f"{count} repetitions" in operators.__doc__ and count * operators.REPETITION <= 40
 

@@ -36,5 +36,5 @@ def test_together_and_one_by_one_make_the_same_bits(recipe: str, held: str) -> N
     end_step(model)
     assert all(map(torch.equal, parts(), one_by_one))
     assert not all(map(torch.equal, before, one_by_one))
-    codes = {"nvfp4": 0.5}.get(recipe, 1.0)  # bytes of codes of one operand pair, relative to the weights
+    codes = {"nvfp4": 0.5}.get(recipe, 1.0)  # bytes per code; a weight has codes in both orientations
     assert nbytes(model) > (torch.tensor((), dtype=DTYPES[held]).itemsize + 2 * codes) * (256 * 192 + 128 * 256)

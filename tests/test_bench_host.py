@@ -41,7 +41,7 @@ def test_what_slows_a_round_does_not_move_the_ratio() -> None:
 
 
 class Slow(torch.autograd.Function):
-    """Module that takes 2 ms in forward and 3 ms in backward."""
+    """Autograd function that takes 2 ms in forward and 3 ms in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def test_the_clock_runs_inside_the_layer_only(monkeypatch: pytest.MonkeyPatch) -
 
     def run() -> None:
         y = layer(x)
-        time.sleep(0.01)  # a collective
+        time.sleep(0.01)  # in place of a collective
         y.register_hook(lambda grad: time.sleep(0.01))  # time in backward outside of the layer
         y.sum().backward()
 

@@ -195,7 +195,7 @@ def test_what_is_built_needs_a_cache_that_can_be_read_only(ninja: list[Path], mo
 
 
 def program(folder: Path, text: str, name: str = "nvcc") -> str:
-    """The path of a new executable shell script."""
+    """Write an executable shell script, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(text)
     (folder / name).chmod(0o755)
@@ -217,7 +217,8 @@ def test_a_named_toolkit_comes_before_path_and_path_before_the_usual_place(
 
 
 def packages(root: Path, *left_out: str) -> Path:
-    """PyPI's compiler of CUDA 13 in a folder of packages, without the given files."""
+    """Create empty files with the names of PyPI's CUDA 13 compiler, except `left_out`, in a folder of packages; return the
+    folder of the compiler."""
     for name in ("bin/nvcc", "nvvm/bin/cicc", "include/crt/host_config.h", "lib/libcudart.so.13", "include/cccl/cub"):
         if name not in left_out:
             (root / "nvidia" / "cu13" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -259,7 +260,8 @@ def test_the_compiler_of_pypi_comes_before_path_and_links_the_shared_runtime(
 def test_parts_of_the_compiler_are_found_in_the_environment_below(
     tmp_path: Path, ninja: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a venv on top of torch's environment, pip does not install torch's nvidia-cuda-runtime once more."""
+    """In a venv on top of torch's environment, pip does not install torch's nvidia-cuda-runtime once more, so that it must
+    be found in the environment below."""
     root = packages(tmp_path / "venv", "lib/libcudart.so.13")
     base = packages(tmp_path / "base", "bin/nvcc", "nvvm/bin/cicc")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "venv"), str(tmp_path / "base"), *sys.path])

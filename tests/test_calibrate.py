@@ -35,8 +35,8 @@ def scales(model: Net, observer: Any, steps: int = 3) -> dict[str, float]:
 
 @torch.no_grad()
 def observed() -> dict[str, dict[str, dict[str, float]]]:
-    """Return the scale of each linear, by mesh and observer; under the key "x", the amaxes of x of the first linear in
-    each step."""
+    """Return the scale of each linear, by mesh and observer; under the key "x", the scale that each observer should choose
+    for x of the first block, computed from the amaxes of three steps."""
     found: dict[str, Any] = {}
     for mesh, sizes in MESHES.items():
         model = net("bf16", worker.mesh(**sizes))
@@ -59,7 +59,7 @@ def test_ranks_agree_on_what_each_observer_finds(ranks):
     for mesh in MESHES:
         largest, best = first[mesh]["max"], first[mesh]["mse"]
         assert all(largest[name] <= best[name] <= 2 * largest[name] for name in largest)
-        assert best != largest, "the mean square asks for clipping somewhere"
+        assert best != largest, "the smallest mean squared error needs clipping in some layer"
 
 
 def delayed(role: str) -> DelayedScaling:
@@ -94,7 +94,7 @@ def test_results_and_siblings_are_calibrated(ranks):
     assert {f"blocks.{i}.{name}.y" for i in (0, 1) for name in ("gate", "up", "down")} == wanted.keys()
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
     assert {f"blocks.{i}.{name}.dx" for i in (0, 1) for name in ("gate", "down")} <= found.keys()
-    assert [name for name, scale in found.items() if scale == 1.0] == [], "tensors that nobody has recorded"
+    assert [name for name, scale in found.items() if scale == 1.0] == [], "tensors without a recorded amax"
     assert 448 / stats[f"{DOWN}.x"]["amax"] == pytest.approx(found[f"{DOWN}.x"])
     assert stats[f"{DOWN}.x"]["sqnr_db"] is None, "nothing is cast"
 

@@ -68,7 +68,7 @@ def test_sums_of_equal_indices_have_no_order_and_no_trace_of_rows_that_do_not_co
     exact = torch.zeros(7, 6, dtype=torch.float64).index_add_(0, index[counts], x[counts].double())
     assert ((found - exact).abs() <= 2**-24 * exact.abs() + 2**-30 * x.abs().amax(0)).all()
     places = torch.arange(5000) if order == "given" else torch.arange(5000).flip(0)
-    half = index[places] < 3  # a rank with a part of the rows
+    half = index[places] < 3  # a rank that has only the rows with these indices
     other = torch.where(half, index[places], 0)
     assert torch.equal(sums_by_index(x[places], other, counts[places] & half, 3), found[:3])
 

@@ -57,7 +57,7 @@ def test_a_quantizer_that_declares_nothing_has_the_plain_default():
 
 
 def recipes_with(quantizer: Any) -> list[Any]:
-    """Return recipes that have the quantizer in one operand, for each operand."""
+    """Return functions that each construct a recipe with the quantizer for one of x, w, dy, y and dx."""
     current = load("fp8_current")
     return [lambda name=name: replace(current, **{name: both(quantizer)}) for name in ("x", "w", "dy")] + [
         lambda: replace(current, y=quantizer),
@@ -132,7 +132,7 @@ def test_both_takes_what_casts_take():
 
 @dataclass(frozen=True)
 class Half(CurrentScaling):
-    """Quantizer that uses half of the range of codes. It declares no capabilities."""
+    """Quantizer that uses half of the range of codes. The class declares no capabilities itself."""
 
     def cast(self, x: Tensor, amax: Tensor | None, **more: Any) -> QuantizedTensor:
         assert amax is not None

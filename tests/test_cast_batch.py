@@ -100,8 +100,8 @@ def test_what_a_plan_predicts_is_what_casts_agree_on(row, recipe, scope):
 
 
 class OneByOne(Wrapped):
-    """Quantizer that cannot cast both orientations in one call, and whose cast accepts no `out`; the columnwise operand
-    is the transposed rowwise operand."""
+    """Quantizer that cannot cast both orientations in one call, and whose cast does not write
+    into `out`, but returns new storage."""
 
     def cast(self, x: Tensor, amax: Tensor | None, **options: Any) -> Any:
         options.pop("out", None)  # the cast does not support `out`

@@ -428,7 +428,7 @@ def test_styles_that_a_llama_cannot_run_are_refused(arguments: str, sentence: st
     assert str(caught.value).startswith(sentence)
 
 
-# Only `dlp` can check recipes and patterns
+# Messages that `early` cannot raise, because only `dlp` can check recipes and patterns
 LATE = ("unknown recipe", "recipe bf16 has no option", "[[groups]] 'edges': ")
 
 

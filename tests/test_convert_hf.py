@@ -73,7 +73,8 @@ def test_what_comes_back_is_what_was_published(tmp_path: Path, dtype: str, famil
 
 
 def test_the_dtype_of_a_checkpoint_is_exported_unless_another_is_asked_for(tmp_path: Path) -> None:
-    """The weights of a run are fp32. By default they are exported in fp32, and not rounded to bf16."""
+    """By default, weights are exported in the dtype of the checkpoint, or in fp32 if its tensors have different dtypes, so
+    that no weight is rounded."""
     for dtype in ("fp32", "bf16", "fp16"):
         before = published(tmp_path / dtype, dtype=dtype)
         convert_hf.import_folder(tmp_path / dtype, tmp_path / f"{dtype}-ours")
@@ -281,7 +282,7 @@ def test_what_cannot_be_read_is_one_sentence_and_leaves_nothing(tmp_path: Path, 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    """The disk is full at each file that an import or export writes."""
+    """An import or export fails when it writes `file`, because the disk is full."""
     published(tmp_path / "published")
     if file == "config.json":
         convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
@@ -307,7 +308,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
 
 
 def test_what_is_exported_can_be_read_by_others(tmp_path: Path) -> None:
-    """safetensors writes files with mode 0600, whatever the umask is."""
+    """The export sets the mode of files as the umask states, because safetensors writes files with mode 0600."""
     published(tmp_path / "published")
     convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
     convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", None, limit=100_000)

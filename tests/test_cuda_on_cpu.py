@@ -50,7 +50,7 @@ extern "C" __attribute__((visibility("default"))) int probe(int which, const int
 
 def test_every_asm_of_the_kernels_is_known():
     assert not any("asm" in build.translate(source.read_text()).split() for source in build.translated())
-    with pytest.raises(ValueError, match=r"knows no asm like .*ex2\.approx.*: give it a function in intrinsics\.h"):
+    with pytest.raises(ValueError, match=r"does not support the asm .*ex2\.approx.*: add a function to intrinsics\.h"):
         build.translate('asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));')
     made = build.translate('asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at(i)) : "memory");')
     assert made == "ptx::ld_acquire(value, at(i));"

@@ -397,14 +397,14 @@ def test_sources_have_their_shares_and_go_through_their_own_windows(tmp_path: Pa
     stream = mixed(tmp_path, global_batch=64)
     windows = np.concatenate([stream.order(step) for step in range(128)]).astype(int)
     second = windows >= 12
-    assert [int(each.sum()) for each in np.split(second, 2)] == [1024, 1024], "of each 4096 a quarter, exactly"
+    assert [int(each.sum()) for each in np.split(second, 2)] == [1024, 1024], "exactly a quarter of each 4096 windows"
     assert 0.2 < second[:1024].mean() < 0.3, "spread over them"
     for of_source, there in ((windows[~second], [*range(12)]), (windows[second], [*range(12, 17)])):
         for epoch in range(3):
             read = of_source[epoch * len(there) : (epoch + 1) * len(there)].tolist()
-            assert sorted(read) == there, "each of its windows once before any again"
+            assert sorted(read) == there, "a source repeats no window within an epoch"
     tokens, shards = global_batch(stream, 0, 1)[:, 0] >= 100_000, torch.from_numpy(second[:64])
-    assert torch.equal(tokens, shards), "and those are the windows that are read"
+    assert torch.equal(tokens, shards), "the batch has the windows of `order`"
     assert list(stream.describe(10)) == [
         f"data: {tmp_path}/a: 75.0% of the sequences, 40 epochs in 10 steps",
         f"data: {tmp_path}/b: 25.0% of the sequences, 32 epochs in 10 steps",

@@ -140,7 +140,7 @@ def scaling(**changed: SlotUse) -> ScalingState:
 
 def stage(state: ScalingState, **values: float) -> None:
     for name, value in values.items():
-        state.slot(name, True).staging.clamp_(min=value)  # casts write like this
+        state.slot(name, True).staging.clamp_(min=value)  # as casts write amaxes
 
 
 def scales(state: ScalingState) -> dict[str, float]:
@@ -177,17 +177,17 @@ def test_a_forward_keeps_the_scales_it_ran_with_over_updates(forward):
     )
     state.update(None, forward)
     changes = forward is not False  # an update of backward slots leaves the scales of forward slots unchanged
-    assert state.slot("x", True, held).scale == 1.0, "its own" if changes else "those in the table"
+    assert state.slot("x", True, held).scale == 1.0, "held scale" if changes else "scale in the table"
     assert state.slot("x", True).scale == (224.0 if changes else 1.0)
     assert state.slot("dy", True, held).scale == state.slot("dy", True).scale, (
-        "backward casts dy with those in the table"
+        "backward casts dy with the scale in the table"
     )
     if not changes:
         assert state.hold("a region") is held and held.values is None
     else:
         state.slot("x", True, held).staging.fill_(9.0)
-        assert state.table.staging[0] == 0.0, "its amax has counted"
-        assert state.hold("a region") is not held, "later forwards run with the new ones"
+        assert state.table.staging[0] == 0.0, "a held slot adds no amax to the table"
+        assert state.hold("a region") is not held, "later forwards use the new scales"
 
 
 def test_what_is_not_recorded_or_is_forgotten_does_not_count():
@@ -215,4 +215,4 @@ def test_slots_that_stay_keep_their_state_when_others_come():
     stage(state, x=1.0)
     new = state.replaced_by(scaling(w=SlotUse(E5M2, True, False)))
     assert scales(new) == {"x": 224.0, "w": 1.0, "dy": 1.0} and new.table.staging.max() == 1.0
-    assert new.slot("w", True, held).scale == 224.0, "a forward of before keeps what it ran with"
+    assert new.slot("w", True, held).scale == 224.0, "an earlier forward keeps its scales"

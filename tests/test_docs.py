@@ -114,7 +114,7 @@ def test_the_readme_leads_to_every_page():
         links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())}
         at += [link for link in links - found if link.exists()]
         found |= links
-    assert not set(PAGES) - found, "no page that the README leads to names them"
+    assert not set(PAGES) - found, "these pages cannot be reached by links from the README"
 
 
 def test_the_navigation_of_the_site_has_every_page_once():

@@ -41,7 +41,7 @@ from tests.test_prepare import tokenizer
 from tests.test_torchrun import free_port
 
 LONG = 240.0  # seconds; ends a command that hangs
-# test_prove.py and test_train_transformers.py run the programs of these pages.
+# Pages that run only with `--all-cases`, because test_prove.py and test_train_transformers.py run their programs
 LONG_PAGES = ("prove.md", "from-transformers.md")
 NEEDS = ("gpus", "hosts", "network", "minutes")
 PROGRAMS = ("python", "make", "torchrun", "git", "pip", "nsys", "srun")
@@ -92,12 +92,12 @@ def statistics(records: Sequence[dict[str, Any]], title: str, out: Path) -> None
 
 
 def program(output: Path, folder: Path, module: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """Run `python -m module arguments` in a folder. Runs in a new process."""
+    """Run `python -m module arguments` in a folder, and write stdout and stderr to `output`. Runs in a new process."""
     os.chdir(folder)
     sys.path[0:0] = [str(folder)]
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **environment)
     torch.set_num_threads(1)
-    # The module is imported already
+    # runpy warns, because the module is imported already
     warnings.filterwarnings("ignore", "'.*' found in sys.modules after import of", RuntimeWarning)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
@@ -143,7 +143,7 @@ def started(folder: Path, module: str, arguments: Sequence[str], ranks: int = 0)
 
 
 def setting(arguments: Sequence[str], name: str, default: str) -> str:
-    """The value of `--name value` or `--name=value`."""
+    """Return the value of `--name value` or `--name=value` in the arguments, or `default`."""
     for place, each in enumerate(arguments):
         if each == f"--{name}":
             return arguments[place + 1]
@@ -164,7 +164,7 @@ def shortened(folder: Path, arguments: Sequence[str]) -> list[str]:
 
 
 def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) -> str:
-    if module == "launch.local":  # tests/test_torchrun.py tests torchrun and ranks
+    if module == "launch.local":  # run without ranks, because tests/test_torchrun.py tests ranks
         assert command(module, *arguments, "--print-config").code == 0
         arguments = arguments[2:] if arguments[:1] == ["--ranks"] else arguments
         return run_module(folder, "launch.train", arguments)
@@ -180,7 +180,8 @@ def run_module(folder: Path, module: str, arguments: list[str], ranks: int = 0) 
 
 
 def run_of(arguments: Sequence[str]) -> str:
-    """Return the folder of a run, from the name of its config, as `launch.train` chooses it."""
+    """Return the folder of a run as `launch.train` chooses it: named after the folder that contains the TOML file in the
+    arguments; without a file, "transformers" with `--model`, else "tiny"."""
     default = "transformers" if "--model" in arguments else "tiny"
     return f"runs/{next((Path(each).parent.name for each in arguments if each.endswith('.toml')), default)}"
 
@@ -192,7 +193,7 @@ def renumber(made: Path, step: int) -> None:
 
 
 def by_make(folder: Path, arguments: list[str]) -> None:
-    """Run the commands that `make` would run. Commands that start the test suite are only expanded."""
+    """Run the commands that `make` would run. Commands that start pytest are skipped."""
     made = subprocess.run(
         ["make", "-n", *arguments, "PYTHON=python", "DEVICE=cpu"], cwd=ROOT, capture_output=True, text=True, check=True,
         env={"PATH": os.environ["PATH"]},  # variables of a `make test` that runs this test, such as ARGS, must not be inherited
@@ -232,7 +233,7 @@ def run_command(folder: Path, typed: str) -> None:
 
 
 def check_settings(typed: str) -> None:
-    """Check a command that cannot run here: the module exists, and the settings are valid."""
+    """Check a command that cannot run here: the module exists and, for a training run, the settings are valid."""
     words = shlex.split(typed)
     if "-m" not in words:
         return

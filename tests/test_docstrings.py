@@ -105,7 +105,7 @@ def test_a_docstring_without_a_section_is_noticed():
 
 
 def failures(names: list[str], directory: str) -> list[str]:
-    """Reports of the examples that fail. Each docstring has a separate namespace with dlp, ops, torch and nn."""
+    """Run the examples; return the reports of failures. Each docstring has a separate namespace with dlp, ops, torch and nn."""
     parser, reports = doctest.DocTestParser(), list[str]()
     runner = doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     for name in names:

@@ -76,7 +76,8 @@ def said() -> list[str]:
 
 
 def raised() -> Iterator[tuple[str, str]]:
-    """Yield (file and line, message) of every `raise` with a string as its message."""
+    """Yield (file and line, message) of every `raise` that reports an error of a user: with a string that has more than 10
+    characters of fixed text, and no exception of OURS."""
     for folder in ("dlp/comm", "dlp/parallel", "dlp/quant", *FOLDERS[1:]):
         for path, node in nodes_in(folder, KINDS):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
@@ -98,7 +99,7 @@ def rows() -> list[str]:
 def test_every_error_says_the_way_out_or_has_a_row():
     found = (*rows(), *PARTS)
     silent = [each for each in raised() if not each[1].startswith(found) and not WAY_OUT.search(each[1])]
-    assert not silent, f"what is the way out? neither these nor docs/errors.md say so: {silent}"
+    assert not silent, f"these messages name no remedy, and have no row in docs/errors.md: {silent}"
 
 
 def test_no_row_repeats_what_its_message_says():
@@ -108,8 +109,8 @@ def test_no_row_repeats_what_its_message_says():
         full = [text for text in said() if message in text]
         if full and all(WAY_OUT.search(text) for text in full) and "](" not in rest:
             repeated.append(message)
-    assert not repeated, f"these messages say the way out themselves, and their rows lead nowhere: {repeated}"
-    assert not re.search(r"\| (the same|likewise) ?[|]", PAGE.read_text()), "one row for one cause"
+    assert not repeated, f"these messages name a remedy, and their rows have no link: {repeated}"
+    assert not re.search(r"\| (the same|likewise) ?[|]", PAGE.read_text()), "merge rows with the same cause"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_way_out_is_a_clause_with_a_verb_or_what_would_be_right(message, says)
 
 def test_every_row_is_an_error_that_exists():
     gone = [row for row in rows() if not any(row in text for text in said())]
-    assert not gone, f"nothing says so any more: {gone}"
+    assert not gone, f"no code has these messages of docs/errors.md: {gone}"
 
 
 def test_every_error_is_in_a_test():
@@ -136,4 +137,4 @@ def test_every_error_is_in_a_test():
     messages = {message for _, message in raised()} | {next((t for t in known if row in t), row) for row in rows()}
     in_tests = "\n".join(strings("tests")).replace("\\", "")
     untested = [message for message in sorted(messages) if not any(piece in in_tests for piece in pieces(message))]
-    assert not untested, f"no test has a piece of: {untested}"
+    assert not untested, f"no test quotes these messages: {untested}"

@@ -101,8 +101,8 @@ def by_main(name: str, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_trained_for_codes_exported_and_quantized_it_has_one_loss(ranks, checkpoint, tmp_path):
-    """In fp32, the loss is equal under qat, with codes on the mesh of the run, and with codes of the exported model on
-    one rank."""
+    """In fp32, three models have the same loss: the model under qat, the model quantized to codes on the mesh of the run,
+    and the exported and imported model quantized to codes on one rank."""
     pytest.importorskip("safetensors")
     path, fp32 = checkpoint[0], ("train.dtype", "fp32")
     loss = ranks(2).run(measured, path, fp32, ("groups.default.recipe", "qat"))[0].loss
@@ -191,8 +191,8 @@ def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
 
 
 def ends(path: str, tp: int) -> tuple[list[int], list[int], list[int], int]:
-    """Return a text, the same text with a stop token in its middle, the new tokens before the stop token, and the stop
-    token. Check that texts of a batch stop separately. Runs in a worker."""
+    """Return the tokens of a generated text, the tokens that are generated if the fifth new token is the stop token, the
+    new tokens before the stop token, and the stop token. Check that texts of a batch stop separately. Runs in a worker."""
     found, prompt = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16")), PROMPT.shape[1]
     hot = generate.Sampling(3.0)
     whole = generate.write(found, PROMPT, 12, hot).tokens[0].tolist()
@@ -346,7 +346,7 @@ def scored(path: str, tp: int) -> tuple[list[float], list[bool], str, list[Any]]
 
 
 def by_cross_entropy(path: str, text: list[int]) -> float:
-    """The probability of the end of a text, computed with torch alone. Runs in a worker."""
+    """Return the log-probability of the tokens of a text from the sixth on, computed with torch alone. Runs in a worker."""
     found = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
     logits, targets = found.model(torch.tensor([text[:-1]])), torch.tensor(text[1:])
     return -torch.nn.functional.cross_entropy(logits[4:], targets[4:], reduction="sum").item()
@@ -379,8 +379,8 @@ def test_a_document_is_scored_in_windows() -> None:
 
 
 def long_requests(path: str) -> tuple[list[int], list[Any], list[Any], list[str]]:
-    """Requests that are longer than the 8 tokens with which a model was trained. Return the tokens that each forward
-    read, the results for lm_eval, the same with explicit windows, and the message. Runs in a worker."""
+    """Run requests that are longer than the 8 tokens with which a model was trained. Return the number of tokens of each
+    forward, the results for lm_eval, the results with explicit windows, and the messages. Runs in a worker."""
     found = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"), ("train.sequence", "8"))
     with patch.object(harness, "need", return_value=types.SimpleNamespace(TemplateLM=object)):
         model = harness.adapted(found, BYTES)
@@ -422,7 +422,7 @@ def test_no_request_of_a_task_is_longer_than_the_trained_sequence(ranks, checkpo
 
 
 def traced(path: str, trace: Path) -> str:
-    """Generate in the recipe of the training. Runs in a worker."""
+    """Generate in the recipe of the training, and write a trace; return the message about the speed. Runs in a worker."""
     return generate.write(opened(path, 1), PROMPT, 4, trace=trace).speed(PROMPT.shape[1])
 
 

@@ -112,8 +112,8 @@ def model_of(recipe: Any, on_nonfinite: str = "raise") -> nn.Sequential:
 
 
 def step(model: Any, into: str = "", value: float = torch.inf) -> None:
-    """Run one optimizer step with this value in the input, in the gradient of the result, or in a weight that the
-    boundary casts."""
+    """Run one optimizer step. Write `value` into x or dy, or into the gradient of the weight, so that the step boundary
+    casts a weight with this value. `into`: "x", "dy", "w", or "" for none."""
     x, dy = torch.randn(TOKENS, FEATURES), torch.randn(TOKENS, FEATURES)
     if into in ("x", "dy"):
         {"x": x, "dy": dy}[into][7, 3] = value
@@ -207,7 +207,7 @@ def test_however_a_layer_is_called(how: str):
 @pytest.mark.parametrize("kind", ["alone", "siblings"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_block"])
 def test_programs_tell_it_too(recipe: str, kind: str, emulated: None):  # noqa: F811
-    """The pass was captured while all values were finite."""
+    """Replays also report values that are not finite, although all values were finite during the capture."""
     sizes = (K, K) if kind == "siblings" else K
     model: Any = nn.Sequential(dlp.Linear(K, sizes, recipe=recipe)).bfloat16()
     dlp.attach(model, torch.optim.SGD(model.parameters()), on_nonfinite="ignore")

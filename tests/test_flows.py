@@ -29,7 +29,7 @@ FLOWS = [
     *((recipe, "static") for recipe in STATIC),
     *((dlp.recipe("qat", weight="int8 channel"), mode) for mode in ("dynamic", "static")),  # x has zero points
 ]
-LARGEST = {"nvfp4": 0.25}  # relative error; 0.06 for 8 bits
+LARGEST = {"nvfp4": 0.25}  # bound of the relative error; 0.06 for recipes of 8 bits
 
 
 def net(width: int = 64) -> nn.Sequential:
@@ -42,7 +42,7 @@ def batch(seed: int = 1, width: int = 64) -> torch.Tensor:
 
 
 def converted() -> nn.Module:
-    """The same model with layers of dlp."""
+    """Return the model of `net`, with the same weights, in layers of dlp."""
     made, options = net(), {"recipe": "bf16", "dtype": torch.bfloat16}
     model = nn.Sequential(dlp.Linear(64, 128, True, **options), nn.SiLU(), dlp.Linear(128, 64, **options))
     model.load_state_dict(made.state_dict())
@@ -90,7 +90,7 @@ def test_frozen_layers_are_captured_and_equal_blocks_share_a_graph(mode, monkeyp
             block.compile(backend="aot_eager", fullgraph=True)
         for seed in range(4):
             assert_bit_equal(model(batch(seed)), expected[seed])
-        # two linears in a block, and for each a second graph after x has had a dtype
+        # Two linears in a block, each with a second graph after the first forward has set `dtype`
         assert counters["stats"]["unique_graphs"] <= 4
         assert "forward: captured in 6 layers" in describe(model), describe(model)
 
@@ -314,7 +314,7 @@ def test_what_cannot_be_done_is_refused():
     assert model[0].weight.isfinite().all(), "nothing was changed"
     dlp.freeze(model, "0", "fp8_current")
     x = batch().requires_grad_()
-    for mode in (nullcontext(), Watched()):  # eager, and through the opaque ops
+    for mode in (nullcontext(), Watched()):  # eager; as opaque ops
         with mode, pytest.raises(RuntimeError, match="backward reached a frozen layer"):
             model(x).sum().backward()
 

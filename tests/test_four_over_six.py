@@ -20,7 +20,8 @@ Candidate = tuple[table.Codes, table.Codes, table.Floats]  # codes [blocks, heig
 
 
 def in_order(squares: table.Floats) -> table.Floats:
-    """Return the fp32 sum of each block [height, 16], added term by term in order."""
+    """Return the fp32 sum of each block [height, 16] in the order of dlp: a row is added term by term; a 16 x 16 tile is added
+    by 8 x 8 quarters, each element together with the element on the other side of the diagonal."""
     total = np.zeros(len(squares), F32)
     if squares.shape[1] == 1:
         for i in range(16):
@@ -139,7 +140,7 @@ def test_values_that_are_not_finite_take_six():
 
 
 def test_the_error_is_never_larger_than_with_six_alone():
-    """Both casts use the same stored amax, so that the candidate with scale for 6 is the cast without four over six."""
+    """Both casts use the same stored amax, so that the candidate with the scale for 6 equals the cast without four over six."""
     x = uniform(6, 256, 256)
     for quantizer in (ROW, TILE, TRANSFORMED):
         amax, values = quantizer.observe(x), quantizer.values(x).double()

@@ -66,7 +66,7 @@ def config(ao: ModuleType, recipe: Any, mode: str) -> Any:
 
 
 def linear(dtype: torch.dtype, exact: bool, largest: float = 448) -> tuple[nn.Sequential, Tensor]:
-    """A linear. `exact`: the largest value of every row is the largest code times a power of two."""
+    """Return a linear and x. `exact`: the largest value of every row is the largest code times a power of two."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(128, 96, bias=False)), torch.randn(32, 128)
     if exact:
@@ -77,7 +77,8 @@ def linear(dtype: torch.dtype, exact: bool, largest: float = 448) -> tuple[nn.Se
 def both(
     ao: ModuleType, recipe: Any, mode: str, dtype: torch.dtype, exact: bool
 ) -> tuple[nn.Module, nn.Module, nn.Module, Tensor]:
-    """The same weights in plain, frozen and torchao's linears, and x."""
+    """Return an nn.Linear quantized by dlp, a frozen linear of dlp and an nn.Linear quantized by torchao, with the same
+    weights; and x."""
     if recipe == ROWWISE and mode == "dynamic" and not scales_rows_on_cpus():
         pytest.skip("torchao multiplies by torch._scaled_mm, which takes no scales of rows on a CPU here")
     largest = 127.5 if recipe == INT8 else 448
@@ -121,8 +122,8 @@ def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
 @pytest.mark.parametrize(("recipe", "mode"), CASES)
 @torch.no_grad()
 def test_scales_of_torchao_are_ours_rounded_to_bf16(ao, recipe, mode):
-    """Outputs in bf16 differ from torchao's only because of the rounded scales. The outputs of dlp are at least as
-    close to the exact outputs."""
+    """Outputs in bf16 differ from torchao's only because of the rounded scales. The SQNR of
+    dlp's outputs is at most 0.5 dB lower."""
     ours, _, theirs, x = both(ao, recipe, mode, torch.bfloat16, False)
     weight = ours[0].weight
     assert isinstance(weight, QuantizedParameter)

@@ -104,8 +104,8 @@ def test_a_product_of_nothing_is_zero(recipe: dlp.Recipe, which: str, on: str, r
 
 @pytest.mark.usefixtures("emulated")
 def test_other_dtypes_are_multiplied_by_cublaslt_too(monkeypatch: pytest.MonkeyPatch):
-    """cuBLASLt also computes results in other dtypes than fp32 and the dtype of the operands, and multiplies operands
-    of two dtypes."""
+    """cuBLASLt, and not the reference, multiplies if the output has another dtype than the operands or fp32, or if the
+    operands have two dtypes. dlp converts the output or the operands to dtypes that cuBLASLt supports."""
     monkeypatch.setattr(reference, "gemm_hp", lambda *_: pytest.fail("the reference multiplied"))
     a, b = torch.randn(32, 64).bfloat16(), torch.randn(48, 64).bfloat16()
     product = a.float() @ b.float().t()
@@ -163,7 +163,7 @@ def test_a_layer_refuses_tensors_that_lie_elsewhere():
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_torchs_newer_setting_of_tf32_is_read(precision: str):
-    """`allow_tf32` raises after this setting was used."""
+    """dlp must not read `allow_tf32` after this setting was used, because `allow_tf32` then raises."""
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = precision

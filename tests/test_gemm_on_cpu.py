@@ -26,7 +26,8 @@ class Case(NamedTuple):
 
 
 class Problem:
-    """Operands of a case; `scales` of A [rows, blocks], and of B in the layout that the kernel reads."""
+    """Operands of a case, with `scales` of A [rows, blocks], and `b_scales` of B in the layout that the kernel reads. `exact`:
+    the float64 result; `sums`: the product of the magnitudes."""
 
     def __init__(self, case: Case) -> None:
         rows, cols, along, code, dtype, bias, self.adds = case

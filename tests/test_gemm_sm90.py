@@ -10,7 +10,7 @@ from dlp.kernels import gemm_sm90
 from dlp.quant.fp8_block import BlockScaling
 from dlp.quant.gemm import support
 
-H200 = 132  # multiprocessors
+H200 = 132  # SMs
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 
 

@@ -24,7 +24,8 @@ class Case(NamedTuple):
 
 
 class Problem:
-    """Operands of a case: for each sibling the codes A and B, and both scales."""
+    """Operands of a case: `terms` has the codes A and B and both scales of each sibling. `exact`: the float64 result; `sums`:
+    the sum of the products of magnitudes."""
 
     def __init__(self, case: Case) -> None:
         rows, cols, contractions, code, self.dtype = case

@@ -116,7 +116,7 @@ def test_int8_sums_are_exact_however_long():
             filled = _int8_sums_on_gpu(left, right)
         assert torch.equal(filled.long(), left.long() @ right.long().t()) and filled.shape == (rows, cols)
         (lines, along), others = (each.shape for each in sums.call_args.args)
-        assert lines > 16 and along % 8 == others[0] % 8 == others[1] % 8 == 0, "what torch asks for on CUDA"
+        assert lines > 16 and along % 8 == others[0] % 8 == others[1] % 8 == 0, "sizes that torch requires on CUDA"
 
 
 @pytest.mark.parametrize("run", [int8_rowwise_reference, int8_rowwise_by_torch], ids=["cpu", "gpu"])
@@ -154,8 +154,8 @@ MIXED = [
 
 @pytest.mark.parametrize("left, right", MIXED, ids=str)
 def test_a_mixed_pair_is_decoded_to_bf16_where_that_is_exact(left: Quantizer, right: Quantizer):
-    """The result equals the float64 product of the decoded operands, whether the GEMM multiplied in bf16 or in fp32.
-    The plan names the dtype."""
+    """The result is within the error of fp32 sums of the float64 product of the decoded operands, whether the GEMM multiplies
+    in bf16 or in fp32. The plan names the dtype."""
     a, b = quantize(left, matrix(1, 32, 96)), quantize(right, matrix(2, 48, 96))
     product, magnitude = exact(a, b)
     bound = 104 * 2**-24 * magnitude
@@ -181,7 +181,7 @@ def test_values_in_fp32_are_multiplied_there(right: Quantizer):
     product, magnitude = exact(a, b)
     assert ((Gemm("fprop", b, torch.float32)(a).double() - product).abs() <= 104 * 2**-24 * magnitude).all()
     narrow = quantize(KeepHighPrecision(), a.payload.bfloat16())
-    assert relative_error(Gemm("fprop", b, torch.float32)(narrow), product) > 1e-4, "these values need it"
+    assert relative_error(Gemm("fprop", b, torch.float32)(narrow), product) > 1e-4, "bf16 would change the result"
 
 
 @pytest.mark.parametrize("quantizer", [kind for kind in KINDS if kind not in NEVER], ids=str)

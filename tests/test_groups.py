@@ -216,7 +216,7 @@ def test_a_switch_of_layers_is_declared_once(option):
     implements a switch names it."""
     found = files_naming(option.name)
     assert "dlp/parallel/linear/spec.py" in found
-    # Arguments of LayerGroup, names of Transformer Engine, TOML
+    # Files with the arguments of LayerGroup, the arguments of Transformer Engine, and the settings of TOML
     documented = (
         "dlp/parallel/model/groups.py",
         "dlp/te",

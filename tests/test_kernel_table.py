@@ -103,7 +103,7 @@ def test_the_table_can_be_listed_without_running_it():
 
 
 class Int6OnKernels(Int6):
-    """The format of another test, with a row and a column in the table."""
+    """The format Int6 with a `gemm_kind`, for which tests register GEMMs."""
 
     gemm_kind = "int6"
 

@@ -50,7 +50,7 @@ def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe):
     memory = set()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: memory.add(t.data_ptr()) or t, lambda t: t):
         kept(given)
-    assert given.data_ptr() in memory and len(memory) == 2, "x and w, and nothing else"
+    assert given.data_ptr() in memory and len(memory) == 2, "forward saves only x and w"
 
 
 def test_the_plan_says_what_x_takes_and_what_its_operand_took():
@@ -68,7 +68,7 @@ def test_bias_comes_beside_y_and_learns_from_who_adds_it():
     y, bias = made(X)
     assert_bit_equal(y, X @ made.weight.t(), "y before the bias is added")
     assert_bit_equal(bias, made.bias, "the bias")
-    assert bias.data_ptr() != made.bias.data_ptr(), "FSDP may free what it has gathered"
+    assert bias.data_ptr() != made.bias.data_ptr(), "the bias is a copy, because FSDP may free the gathered bias"
     y.sum().backward()
     assert made.bias.grad is None
     (ys, biases) = dlp.Linear(64, (32, 16), False, return_bias=True)(X.float())

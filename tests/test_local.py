@@ -56,7 +56,7 @@ def test_what_was_asked_for_is_refused_rather_than_changed():
 
 
 class Started(Exception):
-    """Replacement for a run: records (ranks, arguments)."""
+    """Exception that is raised in place of a run, with the arguments (ranks, arguments)."""
 
 
 @pytest.fixture
@@ -123,7 +123,8 @@ def test_mistakes_are_one_sentence_before_any_rank_starts(machine, capsys, tmp_p
 
 
 def test_a_process_without_torchrun_is_one_rank_and_takes_the_tp_that_fits(monkeypatch, capsys):
-    """The first command of docs/data.md was refused earlier, because tiny.toml has tp = 2."""
+    """Without torchrun, the first command of docs/data.md runs with tp = 1, although tiny.toml has tp = 2; an explicit tp = 2
+    is refused."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(process_exit, "leave", sys.exit)
     trained = []

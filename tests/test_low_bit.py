@@ -32,7 +32,7 @@ def ao() -> ModuleType:
 
 
 def parameters() -> list[nn.Parameter]:
-    """Parameters: the second has rows of 128, the third is too small for codes."""
+    """Return three parameters: the second has rows of 128 elements, and the third is too small for codes."""
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((16, 256), (32, 128), (256,))]
 
@@ -206,9 +206,9 @@ def test_without_torchao_the_setting_says_how_to_install_it(monkeypatch):
 
 
 def movement(kind: Callable[..., Optimizer], spread: float) -> float:
-    """Train 100 steps with an optimizer and with torch's AdamW. Return the movement of the weights along the movement
-    by AdamW, relative to it. The gradients have standard deviations exp(spread * n) with a normal n for each
-    element."""
+    """Train 100 steps with an optimizer and with torch's AdamW. Return the projection of the movement of the weights
+    onto the movement by torch's AdamW, relative to the latter. The gradients have standard deviations exp(spread * n)
+    with a normal n for each element."""
     generator = torch.Generator().manual_seed(0)
     deviation, mean, *noise = torch.randn(102, 32, 256, generator=generator)
     weights = [nn.Parameter(torch.zeros(32, 256)) for _ in range(2)]

@@ -152,8 +152,8 @@ def test_megatrons_main_grad(dtype: torch.dtype):
     "recipe", ["bf16", "qat"], ids=["by the GEMM", "after the GEMM"]
 )  # fmt: skip
 def test_a_main_grad_is_overwritten_where_that_is_asked(recipe: str):
-    """With `overwrite_main_grad` the old content of main_grad is replaced: by the GEMM itself or, in qat, by its result
-    after gradients of clipped codes are set to zero."""
+    """With `overwrite_main_grad` the old content of main_grad is replaced: by the GEMM itself or, in qat, after
+    the GEMM, by its result with zeros for clipped codes."""
     model = linear(recipe)
     plain, adding = attached(model), attached(model, "main_grad")
     weight = weight_of(adding)

@@ -1,4 +1,5 @@
-"""Equal shapes with different meanings: loads and calls that torch would execute on codes, integers or other states."""
+"""Refused loads and calls with right shapes and wrong meanings, which torch would execute on codes, integers or other
+states."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_slots_are_planned_where_memory_is_mapped():
     assert set(mapped.values()) == {slots}
     pieces = [one, *serial, "--groups.default.overlap=chunked:4"]
     assert set(row(load("llama3_1b", pieces), 2, "symmetric memory").values()) == {slots + 2 * 3 * granule}, (
-        "of a column, of a row"
+        "three more granules for each of column and row"
     )
 
 
@@ -153,8 +153,8 @@ def test_a_run_warns_of_a_step_that_needs_more_memory_than_the_gpu_has(monkeypat
 
 @pytest.mark.slow
 def test_of_what_little_is_left_to_set_all_is_named():
-    """The message names recomputed blocks, one sequence per microbatch, 8-bit states and weights cast at use. The
-    number of heads allows no larger tp."""
+    """The config already recomputes blocks, and has one sequence per microbatch, 8-bit states, weights cast at use, and the
+    largest tp that the heads allow. The first remedy that the message names is an optimizer with 4-bit states."""
     config = load("llama3_70b", ["--model.layers=8"])
     plan = planned(config, 8, "h100").plan
     saves, setting = remedies(config, 8, "h100", plan)[0]

@@ -32,8 +32,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 
 def angles(scaling: dict[str, object] | None) -> torch.Tensor:
-    """Return the rotation angle of each pair of dimensions at position 1, as arcsin of the table; the angles are small
-    enough."""
+    """Return the rotation angle of each pair of dimensions at position 1, as arcsin of the sines in the
+    table, which requires angles below pi / 2."""
     _, sin = rotary_table(torch.arange(2), 16, 10000.0, scaling)
     return sin[1, :8].asin()
 
@@ -102,7 +102,7 @@ TINY = [
 
 
 def a_step(tp: int, *settings: str) -> dict[str, torch.Tensor]:
-    """The loss and the unsharded gradients of one step."""
+    """Run one step, and check the plan of fused sequences; return the loss and the unsharded gradients."""
     config = load("tiny", [*TINY, f"--mesh.tp={tp}", *settings])
     mesh = worker.mesh(dp_shard=1, tp=tp)
     model, plan, _ = parallel_model(config, mesh)

@@ -22,7 +22,7 @@ from tests.quantizers import EXPONENTS, SEEDS, matrix, origin, quantize
 
 
 def test_stochastic_rounding_is_unbiased_within_its_bound():
-    """|mean - x| is at most 1/256 of the distance of grid points plus 4 sigma; values on the grid do not change."""
+    """|mean - x| is at most 1/256 of the distance between grid points plus 4 sigma; values on the grid do not change."""
     x = torch.tensor([0.0, 0.1, 0.26, 0.5, 0.9, 1.3, 1.51, 2.2, 2.9, 3.6, 4.4, 5.0, 5.9, 6.0, -0.3, -4.9]).repeat(
         1024, 16
     )

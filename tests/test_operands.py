@@ -2,7 +2,7 @@
 
 Rule: ranks agree on a scale over tp iff the operand is gathered and tp shards a dimension that the scale spans. With
 `amax_scope="all"` they also agree for operands that are not gathered; with an amax group of the user, they always
-agree. The table states which dimensions tp shards in each style.
+agree. CUT states which dimensions tp shards in each style.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.cases import RECIPES
 
 SIZE = 64
 GATHERED = {"COLUMN_SP": "x", "ROW_SP": "dy"}
-# dimension of x, w and dy that tp shards
+# style -> dimension of x, w and dy that tp shards
 CUT = {
     "LOCAL": {}, "LOCAL_SP": {"x": 0, "dy": 0}, "COLUMN": {"w": 0, "dy": 1}, "ROW": {"w": 1, "x": 1},
     "COLUMN_SP": {"x": 0, "w": 0, "dy": 1}, "ROW_SP": {"x": 1, "w": 1, "dy": 0},
@@ -96,7 +96,8 @@ def test_fp8_current_agrees_exactly_where_formats_says(row, operand):
 @pytest.mark.parametrize("operand", ["x", "w", "dy"])
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
 def test_fp8_rowwise_agrees_on_the_scales_that_span_the_tokens(row, operand):
-    """The scales of a columnwise operand span the tokens. Each scale of a rowwise operand belongs to one token."""
+    """Ranks agree on the scales of a gathered columnwise operand, because these scales span the tokens. Each scale of a
+    rowwise operand belongs to one token, so that no agreement is needed."""
     expected = [("tp", 1)] if GATHERED.get(row.name) == operand else []
     assert agreements(make_bound(row, recipes.load("fp8_rowwise")), operand) == expected
 
@@ -164,7 +165,7 @@ def test_siblings_save_their_x_once():
 
 
 def test_nothing_is_saved_where_nothing_needs_it():
-    """A frozen weight needs no x."""
+    """If the weight is frozen, x is not saved for backward, because only wgrad reads x."""
     layer = Linear(128, 64, recipe="fp8_current")
     layer.weight.requires_grad_(False)
     kept = []

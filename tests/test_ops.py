@@ -149,8 +149,8 @@ def test_a_fused_op_of_the_users():
 
 @pytest.mark.parametrize("whole", [False, True], ids=["", "bias named"])
 def test_a_fused_op_of_a_linear_has_its_bias(whole: bool):
-    """A fused op adds the bias once, whether its basic ops contain the bias or not, in a sequence and if it is called
-    directly."""
+    """A fused op adds the bias once, whether its basic ops contain the bias or not, both in a sequence and when it is
+    called directly."""
     first = ops.Linear(H, H)
     nn.init.normal_(first.bias)
     ops_of = [*(first.expanded if whole else [first]), ops.ConstantScale(2.0)]
@@ -410,7 +410,7 @@ def test_a_plan_for_each_state():
 
 def test_nothing_is_fused_anew_inside_of_a_graph(monkeypatch: pytest.MonkeyPatch):
     """In a CUDA graph a sequence can run only in states for which it has a plan. In another state it raises an error
-    that says what is missing."""
+    that says to run the ops once before the capture."""
     model, x = mlp("fp8_current"), values(0, M, H)
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
     expected = model(x)
@@ -432,7 +432,8 @@ def test_there_is_no_second_derivative():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe: str):
-    """`save_original_input` gives the same bits, if x is the output of a norm and if x is the input of the model."""
+    """`save_original_input` changes no bits, whether x is the output of a norm or the input of the model. With the option
+    the linear saves x itself; without, only the bf16 recipe does."""
     for inner in ([ops.RMSNorm(H)], []):
         models = [
             ops.Sequential(*copy.deepcopy(inner), linear(recipe, save_original_input=kept)) for kept in (True, False)
@@ -483,7 +484,7 @@ def test_gradients_are_added_where_they_are(mode: str):
 @pytest.mark.parametrize("program", PROGRAMS)
 @restored_fusions()
 def test_recomputation_gives_the_same_bits(program: str):
-    """Two recomputations have the bits of the first run."""
+    """The second run with recomputation has the bits of a run without recomputation."""
     ops.register_forward_fusion(fuse_scale_add, prepend=True)
     torch.manual_seed(0)
     model = PROGRAMS[program]()

@@ -116,7 +116,7 @@ def test_an_op_that_torch_computes_is_called_alone():
 
 @pytest.mark.parametrize("swapped", ["**", "0.1"], ids=["all", "another layer"])
 def test_a_swap_forgets_what_was_captured(swapped: str):
-    """After a swap of any layer all layers are captured again, because their delayed scales move to a new table."""
+    """After a recipe change of any layer all layers are captured again, because their delayed scales move to a new table."""
     pair = slow_pair("fp8_delayed", make=lambda recipe: nn.Sequential(mlp(recipe), dlp.Linear(K, K, recipe=recipe)))
     for seed in range(8):
         if seed == 4:
@@ -148,8 +148,8 @@ def test_norms_and_activations_are_launched_with_the_rest(act: str):
 
 
 class Branches(nn.Module):
-    """Block of two sequences: an extra output of the first passes the normed values on, and the last GEMM of the second
-    adds to them."""
+    """Block of two sequences: the first returns the normed values as an extra output, and the GEMM of the second adds into
+    these values."""
 
     def __init__(self, bias: bool, recipe: str) -> None:
         super().__init__()
@@ -165,7 +165,9 @@ class Branches(nn.Module):
         y, residual = self.first(x)
         residual = residual.clone()
         y = self.last(y, residual)
-        assert residual._version == 1 and residual.grad_fn is y.grad_fn, "autograd knows that it was written to"
+        assert residual._version == 1 and residual.grad_fn is y.grad_fn, (
+            "autograd must know that residual was written to"
+        )
         return y  # type: ignore[no-any-return]
 
 
@@ -275,7 +277,7 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
         count = Counter[bool]()
 
         def seen(frame: Any, event: str, argument: Any) -> None:
-            # inner: comprehensions, which newer Pythons inline
+            # inner: comprehensions and lambdas, which do not count, because newer Pythons inline comprehensions
             where, inner = frame.f_code.co_filename, frame.f_code.co_name.startswith("<")
             count[event == "call" and where.startswith(PACKAGE) and not (inner or where.startswith(REFERENCE))] += 1
 
@@ -289,7 +291,7 @@ def test_four_captured_ops_are_few_calls_of_python(recipe: str):
 
     alone = nn.Sequential(dlp.Linear(K, K, bias=False, recipe=recipe))
     found = calls(mlp(recipe)), calls(alone)
-    assert found[0] <= 60 and found[0] < 1.6 * found[1], f"{found}: ops are asked in every call what a FuserCall knows"
+    assert found[0] <= 60 and found[0] < 1.6 * found[1], f"{found}: a call reads from the ops what the FuserCall stores"
 
 
 SET = {  # attribute of an op between two linears -> (function that makes the op, new value)
@@ -317,7 +319,8 @@ def test_an_op_that_is_set_otherwise_forgets_what_was_captured(name: str):
 
 
 def test_an_extra_input_that_is_x_is_another_call():
-    """If the extra input is x itself, launches are captured separately: the recorded launches expect two tensors."""
+    """If the extra input is x itself, launches are captured separately, because launches that were recorded for
+    two tensors cannot be replayed for one."""
 
     def run(model: nn.Module, seed: int) -> dict[str, Tensor]:
         x, extra = (torch.randn(M, K, generator=torch.Generator().manual_seed(seed + i)).bfloat16() for i in (0, 99))

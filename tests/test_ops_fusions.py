@@ -54,7 +54,7 @@ def test_an_op_is_told_who_casts_what_it_returns():
 
     assert [quantizers(op) for op in told] == [
         (None, recipes[0].x), (recipes[0].dy, None), (recipes[1].dy, None),
-    ]  # fmt: skip  # an Identity may do anything with it
+    ]  # fmt: skip  # before an Identity, the op gets no quantizer of the next linear
     ops.Sequential(before, told[1], behind)(values(0, M, H))
     assert quantizers(told[1]) == (recipes[0].dy, recipes[1].x)
 
@@ -186,7 +186,7 @@ class Added(nn.Module):
         return y + total  # type: ignore[no-any-return]
 
 
-# description in the plan -> (function of the recipe that makes the model, bound; 0 requires equal bits)
+# description in the plan -> (function that makes the model for a recipe, error bound; 0 requires equal bits)
 FUSED: dict[str, tuple[Any, float]] = {
     "ForwardLinearBias[Linear, Bias]": (lambda r: ops.Sequential(ops.RMSNorm(H), linear(r)), 4e-3),
     "LinearIntoExtraInput[Linear, Bias, AddExtraInput]": (lambda r: IntoInput(linear(r)), 8e-3),
@@ -282,7 +282,7 @@ def test_a_traced_layer_norm_has_the_bits_of_ops_one_by_one(recipe: str, program
     fused, watched = copy.deepcopy(compiled), copy.deepcopy(compiled)
     alone = nn.Sequential(*copy.deepcopy(compiled))
     for model in (compiled, fused, watched, alone):
-        dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))  # equal random bits for dy of nvfp4
+        dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))  # so that dy of nvfp4 gets equal random bits
     for model in (compiled, *alone):
         model.compile(backend="aot_eager", fullgraph=True)
     for step in range(2):  # the second step reads delayed scales

@@ -104,7 +104,7 @@ def _linears(model: TwoLinears) -> list[tuple[str, Any]]:
     return list(zip(("first", "last"), linears, strict=True))
 
 
-# where -> function of the recipe that returns the expected reason for each of x and dy that is not handed over
+# where -> function from a recipe to the expected reasons, for each of x and dy that is not handed over
 REASONS: dict[str, Callable[[str], dict[str, str]]] = {
     "one sequence": lambda recipe: {"dy": DRAWN} if recipe == "nvfp4" else {},
     "by reader": lambda recipe: {"dy": DRAWN} if recipe == "nvfp4" else {},
@@ -210,7 +210,8 @@ def casts_of_x(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 def test_two_linears_read_one_cast_in_compiled_code(casts_of_x: list[str]):
-    """`Linear(output="quantized")`; a linear of another recipe casts itself, and codes that leave a graph are not read."""
+    """In one graph, linears of the same recipe read the codes that `Linear(output="quantized")` returns. A linear of another
+    recipe casts x itself, as does a linear that runs in another graph."""
     torch._dynamo.reset()
     first = ops.Sequential(ops.Linear(C, C, recipe="fp8_block", output="quantized"))
     readers = [ops.Linear(C, C, recipe=recipe) for recipe in ("fp8_block", "fp8_block", "fp8_current")]

@@ -130,7 +130,7 @@ def test_a_quantized_gradient_goes_back():
 @pytest.mark.parametrize("inside", [False, True], ids=["two sequences", "one"])
 def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
     torch.manual_seed(0)
-    recipes = "fp8_block", "fp8_rowwise" if inside else "fp8_block"  # inside, each sequence casts with its own recipe
+    recipes = "fp8_block", "fp8_rowwise" if inside else "fp8_block"  # the linears of one sequence differ in recipe
     first = ops.Linear(128, 128, recipe=recipes[0], output="quantized")
     second = ops.Linear(128, 128, recipe=recipes[1], grad_input="quantized")
     plain = [ops.Linear(128, 128, recipe=recipe) for recipe in recipes]

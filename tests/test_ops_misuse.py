@@ -137,8 +137,8 @@ def test_an_extra_input_that_an_op_keeps_is_not_written_to(kept: str, recipe: st
 
 
 def test_a_gemm_does_not_add_into_what_it_reads():
-    """The GEMM would read values that it has already overwritten. The sum is therefore a separate op, which rounds once
-    more."""
+    """If x is also the extra input, the GEMM would read values that it has already overwritten. The sum is therefore a
+    separate op, which rounds once more."""
     model, x = ops.Sequential(ops.Linear(H, H), ops.AddExtraInput(in_place=True)), values(0).bfloat16()
     with torch.no_grad():
         once, twice = model(x, x.clone()), model[0](x) + x
@@ -147,7 +147,7 @@ def test_a_gemm_does_not_add_into_what_it_reads():
 
 
 def test_an_op_that_is_set_otherwise_is_fused_otherwise():
-    """A user who sets in_place to False needs the original extra input."""
+    """If a user sets in_place to False between two calls, the second call leaves the extra input unchanged."""
     model, x, extra = ops.Sequential(ops.Linear(H, H), ops.AddExtraInput(in_place=True)), values(0), values(1)
     given = extra.clone()
     with torch.no_grad():
@@ -162,7 +162,8 @@ def test_an_op_that_is_set_otherwise_is_fused_otherwise():
 
 
 class Own(ops.BasicOperation):
-    """User-defined op that returns twice its input, or the given wrong results of forward and backward."""
+    """User-defined op that doubles its input. The functions `forward` and `backward`, if given, return other results, for
+    example wrong ones."""
 
     def __init__(self, forward: Any = None, backward: Any = None) -> None:
         super().__init__()
@@ -198,7 +199,8 @@ ERRORS = {
 }
 
 
-# Under a dispatch mode autograd checks shapes, and calls an op by its class
+# Errors with the same message under a dispatch mode. There autograd itself checks the shapes of gradients, and the message
+# about the result of op_backward names the op only by its class.
 WATCHED = [
     error
     for error in ERRORS
@@ -295,7 +297,8 @@ def test_an_input_that_is_no_tensor_is_refused(given: Any):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
 def test_an_input_that_is_not_floating_point_is_refused(dtype: torch.dtype):
-    """The input would be rounded, or lose its imaginary part. A user-defined op may take indices."""
+    """Ops of dlp refuse such an input, because they would round it or drop the imaginary part. A user-defined op may take
+    indices."""
 
     class Embedding(ops.BasicOperation):
         takes = frozenset({"integers"})
@@ -342,7 +345,7 @@ MISMATCHED = {
 @pytest.mark.parametrize("watched", [False, True], ids=["", "watched"])
 @pytest.mark.parametrize("kind", MISMATCHED)
 def test_shapes_that_do_not_fit_are_refused_by_the_op(kind: str, watched: bool):
-    """A single feature or token is not expanded to many, and the refusal is the same in fused ops."""
+    """A single feature or token is not broadcast to many; fused ops refuse as basic ops do."""
     make, extras, said = MISMATCHED[kind]
     if watched:
         said = r"\d \(.*(gate is|gate and up of one shape|expected 1 features|the input is)"
@@ -394,7 +397,8 @@ def test_an_op_whose_weight_is_computed_is_refused(op: Any):
 
 @pytest.mark.parametrize("make", [lambda: ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H)), lambda: dlp.Linear(H, H)])
 def test_a_penalty_on_a_gradient_is_refused(make: Any):
-    """The gradient would be a constant in the graph, even if the loss depends on other terms too."""
+    """A second derivative is refused, because the gradient would be a constant in the graph. The test adds another term to
+    the loss, which could hide this."""
     model, x = make(), values(0).requires_grad_()
     y = model(x)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -413,8 +417,8 @@ def test_transforms_of_functions_are_refused(make: Any):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_a_sibling_that_nobody_used_gets_no_gradient(bias: bool, recipe: str):
-    """The behaviour is that of three torch linears: an optimizer skips a missing gradient, but would decay a weight
-    with a zero gradient."""
+    """An unused sibling has gradient None, like an unused torch linear, so that an optimizer skips its weight. With a zero
+    gradient the optimizer would decay the weight."""
     norm, linear = ops.RMSNorm(H), ops.Linear(H, (H, H, H), bias=bias, recipe=recipe)
     model, x = ops.Sequential(norm, linear, ops.Identity()), values(0).requires_grad_()
     model(x)[1].square().sum().backward()
@@ -513,7 +517,7 @@ def test_outputs_may_be_written_to_as_those_of_torch(kind: str, shape: tuple[int
 
 @pytest.mark.parametrize("shape", [(M, H), (2, M, H)], ids=["tokens", "sequences"])
 def test_a_sum_goes_into_the_extra_output_of_another_sequence(shape: tuple[int, ...]):
-    """The sum is written into the extra output if no op saves the extra output: the linear after it saves codes."""
+    """The sum is written into the extra output, because no op saves the extra output: the linear that reads it saves codes."""
     norm, linears = ops.RMSNorm(H), [ops.Linear(H, H, recipe="fp8_current") for _ in range(2)]
     x, found = values(0, *shape).requires_grad_(), []
     for in_place in (False, True):

@@ -114,7 +114,7 @@ def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, ne
 
 @pytest.mark.parametrize("siblings", [False, True], ids=["", "siblings"])
 def test_states_of_sequences_of_ops_load_and_go_back(siblings: bool):
-    """In TE a Linear is two basic ops, and each op has a state of the recipe; siblings are one tensor."""
+    """In TE a Linear is two basic ops, each op has an `_extra_state`, and siblings are one tensor."""
     model = nn.ModuleDict({"mlp": ops.Sequential(
         ops.LayerNorm(H), ops.Linear(H, (FFN, FFN) if siblings else 2 * FFN), ops.SwiGLU(),
         ops.BasicLinear(FFN, (H, H) if siblings else 2 * H), ops.GLU(),

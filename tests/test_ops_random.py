@@ -43,7 +43,7 @@ LINEARS: list[Callable[[], Ops]] = [
 
 def on_shards(tp: Any) -> list[Callable[[], Ops]]:
     """Return functions that make ops from token shards to token shards: column- and row-parallel linears, or linears
-    between explicit collectives."""
+    with explicit collectives."""
     more = {"tensor_parallel_group": tp, "sequence_parallel": True}
     column, row = (partial(ops.Linear, tensor_parallel_mode=mode, **more) for mode in ("column", "row"))
     group = tp.get_group()
@@ -58,7 +58,7 @@ def on_shards(tp: Any) -> list[Callable[[], Ops]]:
 
 
 def drawn(draw: random.Random, those: Sequence[Callable[[], Ops]]) -> ops.Sequential:
-    """Draw a sequence of up to six of these ops (or groups of ops), with some parameters frozen."""
+    """Draw a sequence of one to six ops (or groups of ops) from `those`, and freeze some of the parameters."""
     model = ops.Sequential(*[op for _ in range(draw.randint(1, 6)) for op in draw.choice(those)()])
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -69,7 +69,8 @@ def drawn(draw: random.Random, those: Sequence[Callable[[], Ops]]) -> ops.Sequen
 def results(
     model: ops.Sequential, learns: bool, unused: Sequence[bool], seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> list[Tensor | None]:
-    """Outputs, and, after a backward from some of the outputs, gradients of x, of extra inputs and of parameters."""
+    """Run forward, and backward from the outputs that are not `unused`; return the outputs, and the gradients of x, of extra
+    inputs and of parameters."""
     model.zero_grad()
     x = values(1 + seed, M, H).to(dtype).requires_grad_(learns)
     extra = [
@@ -90,8 +91,8 @@ def results(
 
 
 def differences(seeds: range, those: Sequence[Callable[[], Ops]], watched: bool, shift: int = 0) -> list[str]:
-    """Return the differences between fused ops, basic ops and, if `watched`, ops under a dispatch mode. A gradient of
-    None counts as zero."""
+    """Return the results in which basic ops or, if `watched`, ops under a dispatch mode differ from fused ops. A gradient
+    that is None counts as zero."""
     wrong = list[str]()
     for seed in seeds:
         draw = random.Random(seed)
@@ -116,7 +117,7 @@ def differences(seeds: range, those: Sequence[Callable[[], Ops]], watched: bool,
 
 @pytest.fixture
 def share(request: pytest.FixtureRequest) -> int:
-    """Share of the sequences that a test draws: all with `--all-cases`, else a third."""
+    """Divisor of the number of sequences that a test draws: 1 with `--all-cases`, else 3."""
     return 1 if request.config.getoption("--all-cases") else 3
 
 
@@ -156,7 +157,8 @@ def test_fused_as_op_by_op_on_token_shards(ranks: Any, share: int):
 
 
 def only_a_bias(way: str) -> list[Tensor]:
-    """Gradient of a bias after a linear without trainable weight whose output is summed over ranks."""
+    """Return the gradients of the biases of two linears whose weights are frozen and whose outputs are summed over ranks. If
+    `way` is "basic", nothing is fused."""
     tp = worker.mesh(dp_shard=1, tp=2)["tp"]
     found = []
     for ops_of in (on_shards(tp)[-1], lambda: [on_shards(tp)[0]()[-1]]):

@@ -29,7 +29,8 @@ H, FFN, M = 64, 128, 64
 
 
 def block(tp: Any = None, recipe: str = "bf16", sp: bool = False, siblings: bool = True) -> ops.Sequential:
-    """norm, gate and up, SwiGLU, down, with equal weights on all ranks."""
+    """Return the sequence norm, gate and up, SwiGLU, down, with equal weights on all ranks. `siblings`: gate and up are two
+    weights; else one linear of FFN features."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"recipe": recipe}
     column = more | (
@@ -73,8 +74,8 @@ def refused_batch() -> str:
 
 @pytest.mark.ranks(2)
 def test_a_batch_behind_a_norm_is_no_token_shard(ranks: Any):
-    """A linear outside of a sequence also rejects this. The shape of a tensor inside of a sequence is the shape
-    outside."""
+    """A sequence passes tensors with all their dimensions, so the linear after the norm sees the batch [2, M / 4, H], and
+    refuses it as it would outside of a sequence."""
     assert all("got x of shape (2, 16, 64)" in said for said in ranks(2).run(refused_batch))
 
 
@@ -111,8 +112,8 @@ def test_a_block_is_that_of_one_rank_and_its_fusions_that_of_its_ops(recipe: str
 
 
 def explicit(recipe: str, basic: bool) -> tuple[dict[str, Tensor], list[str], str]:
-    """Unsharded linears between explicit collectives of the user, on sequences [S/2, 2, H] of each rank; return results
-    and sent tensors."""
+    """Run unsharded linears between explicit collectives, with x [M, 2, H] on each rank; return the results, the gathered
+    operands and the plan. `basic`: collectives are not fused with GEMMs."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group, rank = mesh["tp"].get_group(), mesh["tp"].get_local_rank()
     torch.manual_seed(rank)  # different weights on each rank
@@ -166,7 +167,8 @@ def test_collectives_of_the_users_are_those_of_the_linear_beside(recipe: str, ra
 
 
 def copied() -> list[list[str]]:
-    """The ops of copies of objects with a process group, and the objects that a copied op shares with the original."""
+    """Copy sequences of ops that have process groups; return the class names of the copied ops. Checks that a copied op
+    shares only the process group with the original."""
     tp, found = worker.mesh(dp_shard=1, tp=2)["tp"], []
     row = {"tensor_parallel_mode": "row", "tensor_parallel_group": tp, "recipe": "fp8_current"}
     between = ops.Linear(H, H, sequence_parallel=True, output="quantized", grad_input="quantized", **row)
@@ -202,7 +204,8 @@ def without_a_group() -> str:
 
 @pytest.mark.ranks(2)
 def test_a_mode_without_a_group_is_refused_where_there_are_ranks(ranks: Any):
-    """In TE the mode without a group means all ranks; in dlp the layer would silently be unsharded."""
+    """In TE the mode without a group means all ranks; in dlp the layer would silently be unsharded, so the mode is
+    refused."""
     for said in ranks(2).run(without_a_group):
         assert said.startswith('tensor_parallel_mode "row" needs a tensor_parallel_group with 2 ranks: pass the ranks')
 
@@ -226,8 +229,9 @@ def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
 
 
 def handed_over(recipe: str, by_reader: bool) -> tuple[list[dict[str, Tensor]], str, list[str], list[list[str]]]:
-    """Gradients for token shards x and dy that arrive quantized with scales agreed over tp, and for values; the message
-    about scales that are not agreed; the gathered operands; and the casts of the linears."""
+    """Return the weight gradients for token shards x and dy that arrive quantized with scales agreed over tp, and for x and
+    dy in high precision; the message about scales that are not agreed; the gathered operands; and the casts of the
+    linears."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group, rank, sent, found = mesh["tp"].get_group(), mesh["tp"].get_local_rank(), list[str](), list[Any]()
     casts: list[list[str]] = []
@@ -364,7 +368,8 @@ def test_an_op_of_a_user_casts_as_the_parallel_linear_behind_it(recipe: str, sp:
 
 
 def refused() -> list[str]:
-    """The op is refused after a linear of either class, also with ops between that keep the features."""
+    """Return the messages that refuse SwiGLU after a single column-parallel linear: for both classes of linears, and also
+    with ops in between that keep the features."""
     column = {"tensor_parallel_mode": "column", "tensor_parallel_group": worker.mesh(dp_shard=1, tp=2)["tp"]}
     said = []
     for linear in (ops.Linear, ops.BasicLinear):
@@ -610,7 +615,7 @@ def shards_step(case: Shards, recipe: str, used: str, basic: bool) -> dict[str, 
 
 
 def fusions_on_shards(recipe: str) -> list[str]:
-    """Names of results that differ from the results of the basic ops."""
+    """Return the results that differ from the results of the basic ops by more than the bound of the case."""
     wrong = list[str]()
     for case in ON_SHARDS:
         for used in ("both", "output", "extra output") if "MakeExtraOutput" in case.said else ("output",):
@@ -648,7 +653,8 @@ def te_state(kind: str) -> dict[str, Tensor]:
 
 
 def cut(tensor: Tensor, shape: torch.Size, rank: int) -> Tensor:
-    """This rank's half along the dimension that `shape` has half of, if there is one."""
+    """Return the half of `tensor` for `rank`, along the first dimension in which `shape` differs; the full tensor if none
+    does."""
     for dim, (all_of, half) in enumerate(zip(tensor.shape, shape, strict=True)):
         if all_of != half:
             return tensor.chunk(2, dim)[rank].clone()
@@ -662,7 +668,7 @@ def module_step(kind: str, model: nn.Module, rank: int | None = None) -> dict[st
     ys = found[0] if kind == "linear" else found
     ys, total = ys if isinstance(ys, tuple) else (ys,), torch.zeros(())
     for i, y in enumerate(ys):
-        if y.dim() == 2:  # not a bias, which no rank adds here
+        if y.dim() == 2:  # y is not a returned bias
             dy = values(5 + i, M, (FFN, H)[i] if kind == "linear" else H)
             total = total + (y * cut(dy, y.shape, rank or 0)).sum()
     total.backward()
@@ -706,7 +712,7 @@ def test_a_module_on_token_shards_is_that_of_one_rank(kind: str, recipe: str, co
         if name.startswith(("y", "dx")):
             dims = [dim for dim, size in enumerate(tensor.shape) if size != pair[0].shape[dim]]
             found = torch.cat(pair, dims[0]) if dims else pair[0]
-        # A gradient that covers only the tokens of the rank; a converted model would sum it over tp
+        # Gradients that differ cover only the tokens of the rank; a converted model would sum them over tp
         else:
             found = pair[0] if torch.equal(*pair) else pair[0] + pair[1]
         # Softmax ignores a bias that is equal for all keys, so the gradient is only rounding

@@ -74,7 +74,8 @@ def flat(run: Run) -> dict[str, Tensor]:
 
 
 def trained(folder: Path, mesh: Mapping[str, int], first: int, dies: bool = False) -> dict[str, Tensor]:
-    """State of the programs after all steps from `first` on. dies: rank 1 is killed one step after a checkpoint."""
+    """Run the programs from step `first`, which is 0 or the step of the checkpoint, to the last step; return the last y and
+    the states. `dies`: save a checkpoint after SAVED steps, and kill rank 1 after the next forward."""
     found: dict[str, Tensor] = {}
     runs = {name: Run(program(name, mesh, seed=first)) for name in RECIPES}
     for name, run in runs.items():
@@ -123,8 +124,8 @@ class OnTokens(nn.Module):
 
 
 def moved(folder: Path, tp: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Run one step of a block on this mesh, from the saved state unless it is the first step; return the state before
-    the step and y; then save."""
+    """Run one step of a block on this mesh, from the saved state unless it is the first step; return the states
+    before (if there is one) and after the step, and y. The state after the step is saved."""
     mesh = worker.mesh(dp_shard=1, tp=tp)
     model = OnTokens(mesh)
     dlp.convert(model, [dlp.LayerGroup("all", "inner.*", recipe="fp8_delayed", sequence_parallel=tp > 1)], mesh)
@@ -143,7 +144,7 @@ def moved(folder: Path, tp: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
 
 @pytest.mark.ranks(2)
 def test_a_block_goes_from_tp_ranks_to_one_and_back(ranks: Any, tmp_path: Path):
-    """Full tensors and delayed scales equal the saved ones; y equals y of one mesh."""
+    """Loaded tensors and delayed scales equal the saved ones; y is close to y of a run that stays on one rank."""
     before, stayed = {}, tmp_path / "stayed"
     for step, tp in enumerate((2, 1, 2)):
         (alone, expected), *_ = ranks(1).run(moved, stayed, 1, step)

@@ -71,7 +71,7 @@ def test_watched_code_hands_over_a_dense_tensor_with_codes():
 
 
 def mlp_like(model: nn.Module) -> ops.Sequential:
-    """The same model in bf16, not compiled."""
+    """Return an uncompiled model with the bf16 recipe and the state of `model`."""
     made = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, (FFN, FFN)), ops.SwiGLU(), ops.Linear(FFN, H), ops.GELU())
     made.load_state_dict(model.state_dict())
     return made
@@ -149,7 +149,8 @@ def test_what_was_changed_compiles_before_it_has_run(how: str):
 
 @pytest.mark.parametrize("recipe", [nightly("bf16"), "fp8_current"])
 def test_ops_are_recomputed_inside_of_compiled_code(recipe: str):
-    """Compiled code can recompute ops: torch traces a checkpoint only if the function has no side effects."""
+    """Compiled code can recompute ops. Ops must have no side effects in tracing, because torch would otherwise refuse to trace
+    the checkpoint."""
     torch._dynamo.reset()
     model = mlp(recipe)
     expected = run(model)
@@ -168,7 +169,7 @@ def test_ops_are_recomputed_inside_of_compiled_code(recipe: str):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", few(["bf16", "fp8_current", "nvfp4"], ("fp8_current",)))
 def test_frozen_linears_compile(recipe: str):
-    """The layers have not run before, and compute only dx."""
+    """Frozen linears compile although they have not run before. Their backward computes only dx."""
     torch._dynamo.reset()
     for before in ([], [ops.RMSNorm(H)]):
         model = ops.Sequential(*before, linear(recipe), ops.GELU())

@@ -50,7 +50,7 @@ def give_gradients(model: nn.Module, seed: int, factor: float = 1.0) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_clipped_to_a_norm(kind: str):
-    """Clipping in the optimizer equals dividing the gradients before the step, except for the last bits."""
+    """Clipping in the optimizer has the bits of dividing the gradients by `grad_scale` before the step."""
     models = [model_of() for _ in range(2)]
     optimizers = [made(kind, model) for model in models]
     give_gradients(models[0], 1)
@@ -118,8 +118,8 @@ def test_what_cannot_be_made_is_refused():
 
 
 def resumed_on_shards(folder: str, kind: str) -> list[str]:
-    """Parameters that differ between a run and a run that was saved by torch's checkpoint and resumed, on 2 FSDP
-    ranks."""
+    """Return the names of the parameters that differ between a run and a run that was saved by torch's checkpoint and
+    resumed, on 2 FSDP ranks."""
     mesh, runs = worker.mesh(dp_shard=2, tp=1), []
     for resumes in (False, True):
         model = model_of()

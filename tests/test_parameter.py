@@ -345,7 +345,8 @@ def test_a_history_is_refused():
 
 
 def test_attributes_are_none_that_tensors_have():
-    """Up to torch 2.11, tensors have an attribute `names` for the names of dimensions."""
+    """QuantizedParameter stores no attribute whose name torch.Tensor uses, such as `names`, which tensors have up to torch
+    2.11."""
     layer, _ = linear("nvfp4")
     assert not vars(layer.weight).keys() & {"names", *dir(torch.Tensor)}
 

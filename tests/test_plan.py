@@ -265,8 +265,8 @@ def test_tied_weights_must_be_cut_alike(matched, styles):
 
 
 def test_the_reference_on_a_gpu_is_refused_unless_it_is_allowed():
-    """The recipe has scales that are not powers of two, for which only Hopper has a kernel. On other devices the GEMM
-    would run in plain torch."""
+    """The recipe has scales that are not powers of two, for which only Hopper has a kernel. On other GPUs the plan is
+    refused without `allow_reference`, because the GEMM would run in plain torch."""
     inexact = {"name": "fp8_block", "power_of_two": False}
 
     def planned(recipe: Any, device: str) -> set[str]:

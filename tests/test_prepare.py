@@ -67,7 +67,8 @@ def saved(folder: Path) -> Path:
 
 
 def json_array(path: Path) -> Path:
-    """The file is an array of objects and of strings, over several chunks, and begins with a byte order mark."""
+    """Write an array of objects and strings that begins with a byte order mark and spans several chunks; compress the file
+    if its name ends in .gz; return the path."""
     mixed = [{"text": row, "id": 1} if number % 3 else row for number, row in enumerate(ROWS)]
     text = "\ufeff" + json.dumps(mixed, indent=1) + "\n"
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
@@ -109,7 +110,8 @@ def test_rows_and_files_together_and_rows_without_text(tmp_path: Path) -> None:
 
 
 def tokenizer(folder: Path, end: str | None = "</s>", words: str = " ".join(ROWS), **config: Any) -> Path:
-    """A tokenizer.json with words as tokens, and the file that names its separator."""
+    """Write tokenizer.json with words as tokens and, unless `end` is None, tokenizer_config.json, which names the separator
+    `end`; return the path of tokenizer.json."""
     package = pytest.importorskip("tokenizers")
     known = {word: place for place, word in enumerate(dict.fromkeys(["[UNK]", "</s>", *words.split()]))}
     made = package.Tokenizer(package.models.WordLevel(known, unk_token="[UNK]"))

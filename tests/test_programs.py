@@ -341,7 +341,7 @@ def test_a_users_quantizer_that_declares_itself_pure_has_programs():
 @pytest.mark.parametrize("cache", ["step", "forward"])
 def test_programs_of_the_old_scales_go_with_them(cache: str):
     """A recipe change of one layer creates a new table of delayed scales; the captured launches of the other layer read
-    the old table."""
+    the old table, so they are discarded."""
 
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -470,8 +470,8 @@ def test_memory_in_between_is_shared_by_what_is_not_used_together():
 
 
 def test_a_run_asks_no_operator_for_memory():
-    """A replay allocates no memory through torch's dispatcher, which would take a tenth of the host time of a small
-    linear."""
+    """A replay allocates no memory through torch's dispatcher, because allocations through the dispatcher take
+    host time."""
     x, asked = values(0, 64, 64), list[Any]()
 
     class Asked(TorchDispatchMode):

@@ -240,7 +240,7 @@ def test_padded_groups_that_were_trained_are_quantized(weight, columns, rows, tm
     assert plain[0].weight.shape == (rows, columns)
     torch.testing.assert_close(plain(x), y, rtol=2e-6, atol=2e-6)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert plain(x).shape == y.shape, "as torch.compile sees it"
+        assert plain(x).shape == y.shape, "shape on fake tensors, as in torch.compile"
     values = plain[0].weight.dequantize()
     assert values.shape == exact.shape and relative_error(values, exact) < 0.2
     assert_bit_equal(plain[0].weight[:, 1:], values[:, 1:])
@@ -341,7 +341,7 @@ def test_a_swap_back_and_a_resumed_swap_leave_what_qat_alone_computes():
     for model in (alone, there_and_back, resumed):
         step(model)
     expected = results(alone[0], x, dy)
-    assert (expected["dw"] == 0).sum() >= 10, "something is clipped"
+    assert (expected["dw"] == 0).sum() >= 10, "the test needs clipped codes"
     for model in (there_and_back, resumed):
         for name, tensor in results(model[0], x, dy).items():
             assert_bit_equal(tensor, expected[name], name)
@@ -360,7 +360,7 @@ def test_compiled_and_as_an_op():
     assert_bit_equal(model.weight.grad, whole["dw"])
     names = model.core.bound.spec_id, model.core.bound.trace_id
     _, kept = torch.ops.dlp.linear_fwd(x, [w], [b], [], *names, True, True, [])
-    assert all(part.is_contiguous() for part in kept), "as the fake version says"
+    assert all(part.is_contiguous() for part in kept), "the fake implementation promises contiguous tensors"
     op, given = dlp.ops.Linear(K, N, recipe="qat"), x.clone().requires_grad_()
     op.load_state_dict({"weight": w, "bias": b})
     both = dlp.ops.Sequential(dlp.ops.MakeExtraOutput(in_place=True), op)

@@ -37,7 +37,8 @@ def cast_shards(quantizer: Quantizer, shards: list[Tensor], x: Tensor, dim: int)
 
 
 def gathered(shards: list[QuantizedTensor], dim: int) -> QuantizedTensor:
-    """Result of an all-gather along `dim` of the operand, according to the declarations of the parts."""
+    """Concatenate the parts of all shards as their declarations say for a gather along `dim`. A part that is not gathered
+    must be equal in all shards."""
     fmt = shards[0].format
     parts = []
     for i, part in enumerate(fmt.parts):
@@ -55,7 +56,8 @@ def gathered(shards: list[QuantizedTensor], dim: int) -> QuantizedTensor:
 def test_quantized_shards_concatenate_to_the_quantized_whole(
     quantizer: Quantizer, dim: int, seed: int, ranks: int, size: int, empty: bool
 ):
-    """gather(quantize(shards)) == quantize(concat(shards)), with amaxes that differ by rank and a shard of zeros."""
+    """gather(quantize(shards)) == quantize(concat(shards)), with amaxes that differ by rank and, if `empty`, a shard of
+    zeros."""
     if not quantizer.format.concatenates(dim, size):
         assert size % 128  # complete blocks can always be concatenated
         return
@@ -71,7 +73,7 @@ def test_quantized_shards_concatenate_to_the_quantized_whole(
 
 
 def test_where_shards_concatenate():
-    """Compare with a table of the operands that can be gathered quantized: (format, dim, shard size)."""
+    """Check which formats can be gathered quantized, by the dimension and size of the shards."""
     block, tile, mx, fp4 = (q.format for q in (BlockScaling(), BlockScaling(tile=True), MxScaling(), Nvfp4Scaling()))
     assert all(fmt.concatenates(0, 5) for fmt in (block, mx, fp4, RowwiseScaling().format, CurrentScaling().format))
     assert all(fmt.concatenates(1, 5) for fmt in (RowwiseScaling().format, CurrentScaling().format))

@@ -125,8 +125,8 @@ def test_rounding_is_monotonic_and_odd_within_a_block(quantizer: Quantizer, seed
 @every_quantizer
 @given(seed=SEEDS, exponent=st.integers(-140, 100))
 def test_nothing_finite_becomes_nan_or_more_than_double(quantizer: Quantizer, seed: int, exponent: int):
-    """A decoded finite value is finite, and at most twice the value. Amaxes are at most FLT_MAX / 448, because for
-    larger ones NVFP4 overflows in decoding by definition."""
+    """Decoded values of a finite matrix are finite, and at most about twice its amax. The amaxes are at most FLT_MAX / 448,
+    because for larger amaxes NVFP4 overflows in decoding by definition."""
     x = matrix(seed, 32, 32, exponent, torch.float32)
     slot = ScaleSlot(ops.scale_from_amax(ops.amax(x), 448.0), torch.zeros(()))
     q = quantizer.cast(x, quantizer.observe(x), slot=slot, at=origin(x))

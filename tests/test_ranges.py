@@ -65,7 +65,7 @@ def test_captured_directions_of_a_fuser_have_a_range_each():
 
 
 def block() -> nn.Module:
-    """A sequence whose linears have names."""
+    """Return an `nn.Sequential` of one sequence of ops, as part of an attached model, so that the linears have names."""
     more = {"recipe": "fp8_current", "bias": False, "dtype": torch.bfloat16}
     inner = ops.Sequential(
         ops.RMSNorm(128), ops.Linear(128, (128, 128), **more), ops.SwiGLU(), ops.Linear(128, 128, **more)

@@ -49,7 +49,7 @@ def again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def again_watched(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Selective checkpointing: a dispatch mode, under which a linear is opaque ops."""
+    """Run the function in a selective checkpoint, whose dispatch mode makes a linear run as opaque ops."""
     saved = [torch.ops.aten.add.Tensor]
     return checkpoint(function, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(saved))
 
@@ -76,7 +76,7 @@ def test_an_evaluation_in_a_region_leaves_nothing_to_a_step_outside():
 
 def results(runs: list[Callable[[Tensor], Tensor]], linear: nn.Module, order: list[int], wrap: Wrap) -> list[Tensor]:
     """Run all forwards, with x of very different magnitudes, and then their backwards in the given order; return dx and
-    dw of each."""
+    the gradients of the parameters for each."""
     xs = [matrix("gauss", SIZE, SIZE, seed) * factor for seed, factor in ((1, 1.0), (2, 1024.0), (3, 1e-2))]
     xs = [x.requires_grad_() for x in xs]
     ys = [wrap(run, x) for run, x in zip(runs, xs, strict=True)]
@@ -232,7 +232,7 @@ def test_a_reentrant_checkpoint_in_a_region_is_refused_and_one_outside_is_not():
 
 
 def played_graph(model: nn.Module, x: Tensor) -> None:
-    """Run the warm-up of `torch.cuda.make_graphed_callables`, whose dy is uninitialized memory: here Inf."""
+    """Run the warm-up of `torch.cuda.make_graphed_callables`, whose dy is uninitialized memory. Here dy is Inf."""
     for _ in range(3):
         y = model(x)
         torch.autograd.grad(y, list(model.parameters()), torch.full_like(y, float("inf")))

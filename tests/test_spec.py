@@ -28,17 +28,19 @@ def test_specs_are_compared_by_value():
         and len({spec(), spec(), spec("bf16")}) == 2
     )
     again = pickle.loads(pickle.dumps(spec()))
-    assert copy.deepcopy(spec()) == spec() == replace(again, overlap=spec().overlap), "strategies are who they are"
+    assert copy.deepcopy(spec()) == spec() == replace(again, overlap=spec().overlap), (
+        "strategies are compared by identity"
+    )
 
 
 def test_running_a_layer_changes_nothing_of_its_spec():
     layer = dlp.Linear(64, 64, recipe="fp8_delayed")
-    layer.core.spec.slots, layer.core.spec.draws, layer.core.spec.weight_formats  # noqa: B018  (derived, kept once asked for)
+    layer.core.spec.slots, layer.core.spec.draws, layer.core.spec.weight_formats  # noqa: B018  (derived values, cached by the spec)
     before = dict(vars(layer.core.spec))
     layer(torch.randn(4, 64, requires_grad=True)).sum().backward()
     after = vars(layer.core.spec)
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
-    assert layer.core.bound.cache and layer.core.bound.calls, "what was decided is kept beside it"
+    assert layer.core.bound.cache and layer.core.bound.calls, "decisions are cached in the BoundSpec"
 
 
 def test_equal_specs_share_a_trace_and_no_state():

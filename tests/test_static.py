@@ -42,14 +42,14 @@ def calibrated(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def static_codes(layer: nn.Linear, x: Tensor) -> Any:
-    """Codes of x as the layer casts x."""
+    """Cast x with the static scale of the layer, as the layer does."""
     weight: Any = layer.weight
     return weight.use.activation.cast(x, None, slot=ScaleSlot(weight.x_scale, torch.zeros(())))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_ranges_give_the_scales_of_torchaos_observers(symmetric: bool):
-    """The test compares the scales of x and y."""
+    """The test compares the ranges and scales of x and y."""
     observers = pytest.importorskip("torchao.quantization.observer")
     ao = pytest.importorskip("torchao.quantization.quant_primitives")
     mapping = ao.MappingType.SYMMETRIC if symmetric else ao.MappingType.ASYMMETRIC
@@ -151,7 +151,7 @@ def by_hand(x: Any, w: Any, y: Any = None) -> Any:
 
 
 def converted(recipe: str = "bf16") -> nn.Module:
-    """`net` of layers of dlp."""
+    """Return `net` built from layers of dlp, with the same weights."""
     model = nn.Sequential(
         *[dlp.Linear(*sizes, bias=True, recipe=recipe, dtype=torch.float32) for sizes in ((64, 96), (96, 32))]
     )
@@ -198,7 +198,7 @@ def test_zero_points_have_the_bits_of_the_fake_quantized_forward_where_scales_ar
     layer = model[0]
     w = torch.randint(-127, 128, (96, 64)) / 128
     w[:, 0] = 127 / 128
-    layer.weight.copy_(w)[:, 0] = 127.5 / 128  # the amax gives a scale of 1/128, and is clipped
+    layer.weight.copy_(w)[:, 0] = 127.5 / 128  # the amax gives the scale 1/128, with which the amax is clipped
     with dlp.calibrate(model, observer="minmax"):
         model(rows)
     layer.x_range.copy_(torch.tensor([-3.0, 4.96875]))  # a range of 255 codes with scale 1/32

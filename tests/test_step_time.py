@@ -88,7 +88,7 @@ def test_predictions_of_recorded_runs_are_as_near_as_the_page_says(fitted, count
 
 
 def test_recorded_runs_without_a_graph_took_as_long_as_the_plan_says_for_hosts():
-    # The same run was recorded on several hosts
+    # The same run was recorded on several hosts, which differ in speed by less than `host_spread`
     ratios = [1 / (1 + compare(run).error) for run in RECORDED if is_eager(run)]
     assert len(ratios) == 7 and all(0.95 < ratio < rates_of("h200").host_spread for ratio in ratios), ratios
 

@@ -34,7 +34,9 @@ def test_threads_write_shares_of_about_equal_size_and_hash_them(tmp_path):
     writer = save(tmp_path / "a")
     assert torch.serialization.get_crc32_options(), "the process's own setting is restored"
     for path in (tmp_path / "a").glob("*.distcp"):
-        assert {entry.CRC for entry in zipfile.ZipFile(path).infolist()} == {0}, "of its last tensor: no checksums"
+        assert {entry.CRC for entry in zipfile.ZipFile(path).infolist()} == {0}, (
+            "the last tensor of the file has no checksum"
+        )
     names = {f"__0_{i}_0.distcp" for i in range(4)} | {INDEX}
     assert writer.hashes == {path.name: hashed(path) for path in (tmp_path / "a").iterdir()}
     assert writer.hashes.keys() == names

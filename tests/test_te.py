@@ -523,7 +523,8 @@ def test_activations_and_their_gradients_are_those_of_float64(name: str, alone: 
 
 
 def parallel_layers() -> list[Tensor]:
-    """Outputs, on two ranks, of a TransformerLayer of dlp.te sharded over tp, and of an unsharded one with equal parameters."""
+    """Return the output of a TransformerLayer of dlp.te sharded over tp, and of an unsharded one with equal parameters: both
+    for the tokens of this rank."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group = mesh["tp"].get_group()
     torch.manual_seed(0)

@@ -147,8 +147,8 @@ PLANTED = {
 
 @pytest.mark.parametrize("planted", PLANTED)
 def test_planted_mistakes_are_caught(planted, monkeypatch):
-    """Each mistake is detected by the suite for this kind of mistake, and, unless other suites can see it, by no other
-    suite."""
+    """Each mistake is detected by the suite for this kind of mistake. The mistakes in transposing, factors, saving and
+    compiling are detected by no other suite."""
     quantizer, said = PLANTED[planted]
     with pytest.raises(AssertionError, match=f"^check_format, {said}"):
         check_format(quantizer)

@@ -140,7 +140,7 @@ class Run:
         return self.output_file.read_text() if self.output_file.exists() else ""
 
     def ranks(self) -> list[int]:
-        """The processes of the ranks, rank 0 first. torchrun starts no other processes."""
+        """Return the process ids of the ranks, rank 0 first. torchrun starts no other processes."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         return [int(pid) for pid in children.split()]
 

@@ -26,7 +26,7 @@ M, K, N = 512, 128, 256  # tokens, in_features, out_features
 
 
 def traffic(recipe: Any, style: str, *, sp: bool = True, tp: int = 2, **more: Any) -> dict[tuple[str, str], int]:
-    """(purpose, precision) -> bytes of one linear K -> N on tp ranks."""
+    """Return {(purpose, precision): bytes} of one linear K -> N on tp ranks."""
     group = dlp.LayerGroup("all", "0", style=style, sequence_parallel=sp, recipe=recipe)
     plan = dlp.make_plan(nn.Sequential(nn.Linear(K, N, bias=False)), [group], tp, batch=(1, M))
     sent = step_traffic(plan, Workload({"tp": tp}, M, **more))
@@ -93,7 +93,7 @@ def test_fsdp_units():
 
 
 def over_dp(recipe: Any, shape: tuple[int, int] = (N, K), **more: Any) -> dict[tuple[str, str], int]:
-    """(purpose, precision) -> bytes of one linear K -> N that is an FSDP unit over 2 ranks, without gradients."""
+    """Return {(purpose, precision): bytes} of one linear K -> N that is an FSDP unit over 2 ranks, without gradients."""
     group = dlp.LayerGroup("all", "0", recipe=recipe)
     plan = dlp.make_plan(nn.Sequential(nn.Linear(shape[1], shape[0], bias=False)), [group], 1)
     options: dict[str, Any] = {"weight_dtype": torch.bfloat16, "units": ("0", "")} | more

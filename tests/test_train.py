@@ -134,7 +134,7 @@ def test_a_lost_peer_is_told_from_other_errors():
 
 
 def test_a_continued_run_says_where_its_learning_rate_leaves_the_curve():
-    """The curve of 300 steps ends at a tenth of the peak; the curve of 600 steps is at 0.57 of the peak after 300
+    """The curve of 300 steps ends at a tenth of the peak; the curve of 600 steps is at 0.59 of the peak after 300
     steps."""
     before, longer = (load("tiny", [f"--train.steps={steps}", "--train.lr=0.01"]) for steps in (300, 600))
     assert list(rate_remarks(300, to_toml(before), before.train)) == []

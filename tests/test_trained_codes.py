@@ -70,7 +70,8 @@ def test_exported_codes_have_the_forward_of_the_training(ranks: Any, tmp_path: P
 
 @pytest.mark.ranks(1)
 def test_exported_integers_have_the_forward_of_the_training_in_fp32(ranks: Any, tmp_path: Path) -> None:
-    """In bf16 the training rounds decoded values to bf16, and the codes are decoded to fp32: docs/qat.md has the difference."""
+    """In fp32 the forwards are equal. In bf16 they differ, because the training rounds decoded values to bf16, but the
+    exported codes are decoded to fp32 (docs/qat.md has the difference)."""
     found = {}
     for dtype in ("fp32", "bf16"):
         (folder := tmp_path / dtype).mkdir()
@@ -105,7 +106,8 @@ def operands(config: Config) -> dict[str, Tensor]:
 
 
 def shard(whole: Tensor, local: Tensor, rank: int) -> Tensor:
-    """The shard of a weight on a tp rank."""
+    """Return the shard of a weight on tp rank `rank`, along the dimension in which `local` is smaller; the full weight if
+    none is."""
     cut = next((dim for dim in (0, 1) if whole.shape[dim] != local.shape[dim]), None)
     return whole if cut is None else whole.chunk(2, cut)[rank]
 

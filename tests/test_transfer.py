@@ -23,7 +23,9 @@ def test_what_a_column_parallel_layer_sends_of_x():
     plan = linear_plan(recipes.load("fp8_current"), COLUMN_SP, 2, 128)
     assert (plan.tokens, plan.y_tokens, plan.kept) == (128, 256, "rowwise")
     assert plan.x[False].gathers == (Gathered("fprop", False, leased=True),)
-    assert plan.x[True].gathers == (Gathered("fprop", False, leased=False),), "what is kept must not keep the whole"
+    assert plan.x[True].gathers == (Gathered("fprop", False, leased=False),), (
+        "a saved shard must not be a view of the gathered buffer"
+    )
     assert plan.x_again.gathers == (Gathered("wgrad", False),) and plan.x_again.cast_before == (False, False)
     assert plan.dys[True, True].cast_before == (True, True) and plan.dys[True, True].gathers == ()
     assert (plan.fprop, plan.dgrad) == (None, Reduction("scatter", "hp"))

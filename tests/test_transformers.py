@@ -82,4 +82,4 @@ def test_logits_are_equal_there_and_back(case: str, tmp_path: Path) -> None:
     convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", None, limit=20_000)
     back = type(theirs).from_pretrained(tmp_path / "back", dtype=torch.float32)
     assert torch.equal(back(tokens).logits, expected)
-    assert back.config.eos_token_id is None  # and not token 2, at which the library would end a text
+    assert back.config.eos_token_id is None  # the default of the library is token 2, which would end a text

@@ -122,7 +122,8 @@ def real_call(recipe: str, problem: dict[str, Any], source: torch.dtype) -> Call
 def test_what_is_tuned_is_what_runs(
     recipe: str, device: str, dtype: str, result: str, accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arguments of the GEMM are the key of a measured choice."""
+    """Measuring a problem launches the GEMM with the arguments that a layer uses, because these arguments are the key of the
+    measured choice."""
     ran, source = Ran(monkeypatch, device), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     for which, problem in listed(recipe, device, dtype).items():
         asked = {**problem, "out_dtype": result, "accumulate": accumulate}
@@ -134,7 +135,7 @@ def test_what_is_tuned_is_what_runs(
 
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The file of choices, on a machine that appears to have kernels and two GPUs."""
+    """Return the path of the file of measured choices. The machine appears to have kernels and two GPUs."""
     for where, name, value in (
         (loader, "load_or_explain", lambda: 0), (gemms, "_module", lambda: Version), (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "device_count", lambda: 2), (torch.cuda, "get_device_name", lambda *_: "GPU"),
@@ -177,7 +178,7 @@ def test_what_was_measured_before_a_failure_is_kept(
         tune.main([str(file)])
     kept = {gemms.key_of(WORDS): 1, gemms.key_of((28, *WORDS[1:])): 0}
     assert json.loads(cache.read_text()) == {"130101": kept} and gemms.choices(0) == kept
-    assert [path.name for path in cache.parent.iterdir()] == ["GPU.json"], "nothing half written"
+    assert [path.name for path in cache.parent.iterdir()] == ["GPU.json"], "no incomplete file may remain"
     file.write_text(json.dumps([{**PROBLEMS[0], "kernel": "decode + fp32 mm"}]))
     capsys.readouterr()
     assert tune.main([str(file)]) == 0

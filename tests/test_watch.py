@@ -59,7 +59,7 @@ def test_what_moves_has_its_time_anew(looks, at: dict[int, Any]):
     ((second, change),) = at.items()
     ended = looks(Waits(), at)
     if not change:
-        assert ended is None, "it waits for nobody"
+        assert ended is None, "without waits the process must not be ended"
     else:
         assert ended is not None and ended[0] == second + (600 if isinstance(change, str) else 300)
 

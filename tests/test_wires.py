@@ -109,9 +109,9 @@ def test_nan_and_inf_travel_in_the_scale(special):
     assert scale_inv[1, 4].isfinite().tolist() == [True, False, True]
     total = sum_fp8(codes, scale_inv, torch.bfloat16)
     finite = total.isfinite()
-    assert not finite[4, 128:256].any(), "the whole block says so"
+    assert not finite[4, 128:256].any(), "every value of the block must be non-finite"
     finite[4, 128:256] = True
-    assert finite.all(), "and nothing else"
+    assert finite.all(), "all other values must be finite"
     assert torch.equal(total[4, 130], torch.tensor(special).bfloat16()) or math.isnan(special)
 
 

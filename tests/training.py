@@ -73,8 +73,8 @@ def shards(folder: Path) -> Path:
 
 
 def config(folder: Path, data: Path, *overrides: str) -> Config:
-    """Write the config of a run in `folder`/run to `folder`/small.toml, and return it. All ranks may write the file at
-    once."""
+    """Write the config of a run in `folder`/run to `folder`/small.toml; return the config with `overrides`. All ranks may
+    write the file at once."""
     path, own = folder / "small.toml", folder / f"small-{os.getpid()}.toml"
     own.write_text(TOML.format(data=data, run=folder / "run"))
     own.replace(path)
@@ -104,7 +104,7 @@ def end_determinism() -> None:
 
 
 def run(config: Config, *, plots: bool = False) -> None:
-    """A complete run. Runs in a worker."""
+    """Train until the last step of the config. Runs in a worker."""
     made, done = trainer(config, plots=plots)
     made.train(done)
 

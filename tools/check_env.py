@@ -2,7 +2,7 @@
 
     python tools/check_env.py [PACKAGE ...]      check the runtime dependencies of pyproject.toml, and these packages
 
-The program imports only the standard library: it takes milliseconds, and works even if importing torch fails.
+The program imports only the standard library, so it takes milliseconds, and works even if importing torch fails.
 """
 
 from __future__ import annotations

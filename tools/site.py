@@ -3,7 +3,7 @@
     index.md               README.md
     results/NAME.md        bench/results/NAME.md
     reference/NAME.md      one page for each public name, rendered by mkdocstrings from the docstring
-    reference/index.md     all public names, with the first line of the docstring
+    reference/index.md     all public names, with the first paragraph of the docstring
 
 Links between these files are rewritten to pages of the site. A link to a file without a page (source code, LICENSE) becomes
 plain text. Marks for tests behind the language of code fences (`python test ranks=2`, `bash gpus`) are removed.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-MODULES = ("dlp", "dlp.ops", "dlp.optim")  # modules in which every name of `__all__` has a page
+MODULES = ("dlp", "dlp.ops", "dlp.optim")  # each name of `__all__` that is not a module has a page
 
 # Names outside of `__all__` that users need for formats and recipes (docs/custom-recipes.md).
 FORMATS = (

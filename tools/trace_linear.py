@@ -73,7 +73,7 @@ def class_of(code: CodeType) -> str:
 
 
 def num_lines(code: CodeType) -> int:
-    """Number of source lines of a function, from the first line, decorators included, to the last one with code."""
+    """Number of source lines of a function, from the first line, decorators included, to the last line with code."""
     codes = [code, *(inner for inner in code.co_consts if isinstance(inner, CodeType))]
     return max(line for each in codes for _, _, line in each.co_lines() if line) - code.co_firstlineno + 1
 
@@ -103,7 +103,7 @@ def trace_of(run: Callable[[], Any]) -> Trace:
 
 
 def traces() -> dict[str, Trace]:
-    """Return the traces of the module docstring by name. Both ranks of the default group call this function."""
+    """Return by name the traces that the module docstring lists. Both ranks of the default group call this function."""
     torch.manual_seed(0)
     mesh = dlp.build_mesh(tp=WORLD, dp_shard=1, device_type="cpu")
     options: dict[str, Any] = {"recipe": "fp8_current", "dtype": torch.bfloat16}
@@ -165,7 +165,7 @@ def write(text: str) -> None:
 
 
 def listing(trace: Trace) -> Iterator[str]:
-    """Lines with each file, its functions, and the number of times that each function was entered."""
+    """Yield a line for each file, with its entered functions, their numbers of source lines, and numbers of calls above 1."""
     by_file: dict[str, list[str]] = {}
     for code, count in trace.items():
         path = str(Path(code.co_filename).relative_to(PACKAGE.parent))

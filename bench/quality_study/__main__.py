@@ -66,7 +66,8 @@ def refused(subjects: Sequence[Subject], devices: int) -> Iterator[tuple[Subject
 
 
 def write_report(study: Study, merged: Sequence[Path]) -> None:
-    """Write the report. Raises ValueError if results were made with different settings."""
+    """Write report.md, report.png and the CSV files from the results of the study and of the `merged` files, and print the
+    report. Raises ValueError if results were made with different settings."""
     found = {
         (each.seed, each.subject, each.data): each for path in (*merged, study.results) for each in read_results(path)
     }

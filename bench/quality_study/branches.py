@@ -74,7 +74,7 @@ class Branch:
 
 @dataclass(frozen=True)
 class Study:
-    """A study.
+    """Subjects, seeds, settings and files of one study.
 
     folder       folder of data, runs and report
     results      file with a line for each finished branch
@@ -138,8 +138,8 @@ class Study:
         ]  # fmt: skip
 
     def check(self) -> None:
-        """Raise ConfigError if the trunk would have other learning rates than the branches, or if the config of a subject is
-        invalid."""
+        """Raise ConfigError if the trunk is not shorter than the branches or would have other learning rates, or if the config
+        of a subject is invalid."""
         trunk, branch = load("quality", self.trunk(0)[1:]).train, self.config.train
         if not self.branch_at < branch.steps:
             raise ConfigError(f"--branch-at {self.branch_at}: expected fewer than the {branch.steps} steps of a branch")

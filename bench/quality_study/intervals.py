@@ -27,7 +27,7 @@ from functools import cache
 from typing import TypeVar
 
 ERROR = 0.05  # probability that an interval does not contain the effect
-LEAST = 3  # minimum number of blocks for a verdict: the variance between fewer blocks is unknown
+LEAST = 3  # minimum number of blocks for a verdict, since fewer blocks do not show the variance between blocks
 Block = TypeVar("Block")
 
 

@@ -109,9 +109,9 @@ def room(
 ) -> tuple[list[Tensor | None], Parts]:  # fmt: skip
     """Allocate uninitialised storage for a gather: [R, *shape] for each part.
 
-    The storage of a part with dim None, which is equal on all ranks, is None. Returns the storage, and for each part a tensor
-    of this rank: the segment of the storage of this rank, or a separate tensor for dim None. Parts that are written to these
-    segments are gathered in place."""
+    The storage of a part with dim None, which is equal on all ranks, is None. Returns the storage, and for each part the
+    tensor to which this rank writes the part: this rank's segment of the storage, or a separate tensor for dim None. Parts that
+    are written to these segments are gathered in place."""
     storage: list[Tensor | None] = []
     mine: list[Tensor] = []
     for shape, dtype, dim in zip(shapes, dtypes, dims, strict=True):
@@ -286,7 +286,8 @@ def _summed(chunks: Tensor, group: ProcessGroup, codec: ReduceCodec) -> tuple[li
 def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Tensor]:
     """Sum x of any shape over ranks; the sum is equal on all ranks.
 
-    The sum is a reduce-scatter of the rows, whose contributions `codec` encodes, and an all-gather of the summed rows."""
+    The sum is a reduce-scatter of the `shares` of x, whose contributions `codec` encodes, and an all-gather of the summed
+    shares."""
     if group.size() == 1:
         return done(x)
     works, total = _summed(shares(x, group.size()), group, codec)

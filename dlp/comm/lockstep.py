@@ -3,8 +3,8 @@
 If a rank has fewer tokens, fewer microbatches or an empty batch, the other ranks wait in a collective, without an error.
 Two checks detect this:
 
-first step    before each forward of the model and before the first optimizer step, ranks exchange a description of their next
-              action. If the descriptions differ, every rank raises RuntimeError, which names the action of each rank
+first step    before the first MOST forwards of the model and before the first optimizer step, ranks exchange a description of
+              their next action. If the descriptions differ, every rank raises RuntimeError, which names the action of each rank
 later steps   a watch thread reads the stacks of the training threads. If a training thread does not move for PATIENCE seconds
               inside of a pass, the log names the function where it waits, and the layer that ran last
 
@@ -48,7 +48,8 @@ FORWARD, STEP = 0, 1
 class Lockstep:
     """Comparison of the actions of ranks in the first step of a model.
 
-    groups   this rank's groups by mesh axis; groups of one rank are ignored. On tp, the shapes of the inputs are compared too
+    groups   this rank's groups by mesh axis; groups of one rank are ignored. On tp, shapes and dtypes of the input tensors are
+             compared too
     over     whether the comparison has ended
     """
 
@@ -57,7 +58,7 @@ class Lockstep:
         self._forwards, self.over = 0, not self._groups
 
     def forward(self, inputs: Any, device: torch.device, sharded: bool) -> None:
-        """Compare ranks before a forward with gradients.
+        """Compare ranks before a forward with gradients. After MOST forwards, or after `step`, do nothing.
 
         Args:
             inputs: arguments of the forward.
@@ -79,7 +80,8 @@ class Lockstep:
         self._exchange(numbers, device, sharded)
 
     def step(self, device: torch.device, sharded: bool) -> None:
-        """Compare ranks before the first optimizer step, and end the comparison. `sharded`: as in `forward`."""
+        """Compare ranks before the first optimizer step, if `forward` was called, and end the comparison. `sharded`: as in
+        `forward`."""
         if not self.over and self._forwards:
             self._exchange([STEP, self._forwards, 0, 0], device, sharded)
         self.over = True
@@ -98,7 +100,7 @@ class Lockstep:
                     f"ranks of {axis} do different things in the first step, and would wait for each other: {does}. They "
                     f"must run the same number of forwards and steps"
                     + (", on inputs of the same shapes" if axis == TP else "")
-                    + ": give each of them as many batches (a sampler with drop_last, or the same steps per epoch)"
+                    + ": give each rank the same number of batches (a sampler with drop_last, or the same steps per epoch)"
                 )
 
 
@@ -110,7 +112,8 @@ def _said(numbers: list[int]) -> str:
 
 
 def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -> None:
-    """Raise ValueError on all ranks of the group if their plans differ: they would exchange operands in different formats.
+    """Raise ValueError on all ranks of the group if their plans differ, because the ranks would exchange operands in different
+    formats.
 
     mine   plan of this rank: name of a layer -> description
     who    name of the public function that calls this check, for the message"""
@@ -187,7 +190,8 @@ class WaitWatch:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Check all threads once, at time `now` in seconds."""
+        """Check all threads once, at time `now` in seconds. Log a line about each training thread that has been at one place in
+        a pass for PATIENCE seconds."""
         for session, thread in list(self._sessions.items()):
             frame = sys._current_frames().get(thread)
             last = None if session.last is None else session.last.name

@@ -79,8 +79,8 @@ class Transport:
     def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
         """Begin the next transfer of the current pass, or with `piece` > 0 a further piece of transfer `of`; return its slot.
 
-        After this call peers may write to the slot. A piece does not count as a transfer, so that later transfers of the pass
-        use the same slots whether a shard is sent in one piece or in several pieces."""
+        The launches after this call may push to the slots of the peers. A piece does not count as a transfer, so that later
+        transfers of the pass use the same slots whether a shard is sent in one piece or in several pieces."""
         self.transfers += not piece
         transfer = of or self.transfers
         slot = self._slot(slot_bytes(nbytes), self._style, transfer, piece)
@@ -150,7 +150,7 @@ class Transport:
         return self._used[-1].copied(whole)
 
     def kept(self, parts: Sequence[Tensor]) -> Parts:
-        """Return copies of parts in the slot of the last transfer. The copies stay valid after the pass."""
+        """Copy parts out of the slot of the last transfer, and return the copies, which stay valid after the pass."""
         slot = self._used[-1]
         return tuple(slot.copied(part) if part.is_contiguous() else slot.copied(part.t()).t() for part in parts)
 

@@ -339,7 +339,8 @@ def build_mesh(
 
 
 def shutdown() -> None:
-    """Destroy the process group at the end of a successful run. After an error do not call this function: it may hang.
+    """Free mapped memory and destroy the process group at the end of a successful run. After an error do not call this
+    function: it may hang.
 
     NCCL waits until no CUDA graph contains a collective of the group: drop all references to such graphs before.
     """

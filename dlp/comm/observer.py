@@ -133,8 +133,8 @@ def scattered(nbytes: int, ranks: int) -> int:
 
 
 def reduced(numel: int, itemsize: int, ranks: int) -> int:
-    """Return the bytes that a rank sends in an all-reduce of `numel` elements: one part to each other rank, and the sum of its
-    own part to each other rank."""
+    """Return the bytes that a rank sends in an all-reduce of `numel` elements: one part to each other rank, then the sum of its
+    own part to every other rank."""
     return 2 * (ranks - 1) * -(-numel // ranks) * itemsize
 
 

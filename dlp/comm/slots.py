@@ -52,7 +52,8 @@ class Wait(NamedTuple):
     """Pair of ranks of a group in which rank `a` waits for rank `b`.
 
     what    index of the outstanding action of `b` in WAITS_FOR
-    use     number of the use of the slot that `a` has begun; for an amax agreement, the count of agreements
+    use     number of the use of the slot that `a` has begun; for an amax agreement, `waiting` returns the index of the
+            agreement instead
     other   number of the use that `b` has begun, if `b` has begun a different use; else 0
     """
 
@@ -76,7 +77,8 @@ class Slot(Protocol):
     copied      returns a copy of a contiguous part of the buffer
     agree       writes the elementwise maxima of `observed` over the ranks to `largest`
     spans       returns this rank's memory whose addresses launches use
-    complaint   returns the wait of a kernel that ended the program of this GPU, the expected value and the last value read
+    complaint   returns the wait of a kernel that ended the program of this GPU, the expected value and the last value read;
+                None: no kernel has ended the program
     waits       returns the pairs of ranks in which one rank waits for the other now
     """
 
@@ -190,7 +192,7 @@ def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
         of_a, of_b = headers[a], headers[b]
         if of_b[MET + a] > max(of_a[USES], of_a[MET + b]):
             found.append(Wait(a, b, 2, of_b[MET + a]))
-        elif use := of_a[UNREAD + b]:  # a has begun; a waits for the push of b if b has not yet read a's signal
+        elif use := of_a[UNREAD + b]:  # a has begun; a waits for the push of b if only a has signalled a push
             awaits_push, other = of_b[SENT + a] and not of_a[SENT + b], of_b[UNREAD + a]
             found.append(Wait(a, b, 1 if awaits_push else 0, use, other if other != use else 0))
     return found

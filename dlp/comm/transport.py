@@ -50,8 +50,9 @@ def transport_of(group: ProcessGroup) -> Transport | None:
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Return the elementwise maxima over the ranks of `group` of fp32 tensors, which have the same shapes on all ranks.
 
-    The maxima are computed by a kernel in mapped memory if the group has a transport (`dlp.comm.mapped`), else by one
-    all-reduce. The inputs are not changed. Every rank of the group must call `agree`, also a rank with an empty shard.
+    The maxima are computed by a kernel in mapped memory if the group has a transport (`dlp.comm.mapped`) and no tensor has more
+    than MAXIMA values, else by one all-reduce. The inputs are not changed. Every rank of the group must call `agree`, also a
+    rank with an empty shard.
     """
     if group.size() == 1 or not observed:
         return list(observed)

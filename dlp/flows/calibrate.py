@@ -35,18 +35,19 @@ from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
 BATCHES = 1024  # length of the history: only the amaxes of the last batches count
 E4M3 = torch.float8_e4m3fn
-CLIPS = 20  # number of fractions of the amax, from 1 down to 1/2, that the observer "mse" tries
+CLIPS = 20  # number of fractions 1 - i / 40 of the amax, from 1 down to 0.525, that the observer "mse" tries
 
 
 def average(window: Tensor) -> Tensor:
-    """Return the mean amax over the batches in which a layer ran: fp32 [batches, slots] -> [slots]. An amax of 0 means that it
-    did not run."""
+    """Return the mean amax over the batches in which a layer ran: fp32 [batches, slots] -> [slots]. An amax of 0 means that the
+    layer did not run in this batch."""
     return window.sum(0) / (window > 0).sum(0).clamp(min=1)
 
 
 def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], window: Tensor) -> Tensor:
-    """Call a user's observer on the amaxes of all batches, and return its result, one amax for each layer in `names`. Raises
-    ValueError for a result of another shape, and for an amax that is not a finite number above 0."""
+    """Call an observer function on the amaxes of the batches in which a layer ran, and return its result, one amax for each
+    layer in `names`; zeros if no layer ran. Raises ValueError for a result of another shape, and, if all recorded amaxes are
+    finite, for an amax of a layer that ran that is not a finite number above 0."""
     seen = window > 0
     if not seen.any():
         return window.amax(0)
@@ -148,7 +149,7 @@ class _Observed:
 
     def buffers(self, name: str) -> dict[str, Tensor]:
         """Return the buffers of a layer: `x_scale` (or y), fp32 [], the multiplier of a cast to E4M3; and `x_range` (or y),
-        fp32 [2], the smallest and the largest value."""
+        fp32 [2], the smallest and the largest value ("minmax"), or minus and plus the amax."""
         if self.ends == ("",):
             amax = self._amaxes[self.table.index(name)]
             high, low = amax, -amax
@@ -173,11 +174,11 @@ def calibrate(
     model: nn.Module, pattern: str = "**", observer: str | Callable[[Tensor], Tensor] = "max",
     tensors: Sequence[str] = ("x",),
 ) -> Iterator[dict[str, nn.Module]]:  # fmt: skip
-    """Context manager: record the amaxes of x, and optionally y, of linears, and store static scales on exit.
+    """Context manager: record the amaxes of x, y or both of linears, and store static scales on exit.
 
-    On exit each observed linear gets the buffers `x_scale`, the multiplier of a cast to E4M3, and `x_range`, the smallest and
-    the largest value ("minmax") or minus and plus the amax. If y is observed, `y_scale` and `y_range` are added. The buffers
-    are equal on all ranks.
+    On exit each observed linear gets, for an observed x, the buffers `x_scale`, the multiplier of a cast to E4M3, and
+    `x_range`, the smallest and the largest value ("minmax") or minus and plus the amax; for an observed y, `y_scale` and
+    `y_range`. The buffers are equal on all ranks.
 
     Args:
         model: model with linears, converted or plain.
@@ -236,7 +237,8 @@ def calibrate(
 
 
 def _records_x(record: Callable[[Tensor], None]) -> Callable[..., None]:
-    """Return a forward pre-hook that passes x [M, K] of a linear to `record`."""
+    """Return a forward pre-hook that passes x [M, K] of a linear to `record`, and to the statistics of a converted layer that
+    has them."""
 
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:

@@ -195,8 +195,8 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         state: tensors by name.
 
     Raises:
-        ValueError: before anything is changed, for missing or unknown entries, for other formats, shapes or dtypes, and for
-            a model on the meta device.
+        ValueError: before anything is changed, for missing or unknown entries, for other formats, shapes or dtypes, for NaN or
+            Inf in codes or scales, for static scales that are negative or only 0, and for a model on the meta device.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -266,8 +266,8 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
 def _check_values(
     weights: Mapping[str, Held], scales: Iterable[str], found: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> None:
-    """Raise ValueError for parts and static scales with NaN or Inf. Each rank checks all scales, which are small, but only its
-    shard of the codes."""
+    """Raise ValueError for parts and static scales with NaN or Inf, and for static scales that are negative or only 0. Each
+    rank checks all scales, which are small, but only its shard of the codes."""
     for name, held in weights.items():
         for part in (f"{name}.{each.name}" for each in held.q.format.parts):
             looked_at = found[part] if part.endswith(".codes") else state[part]

@@ -13,10 +13,11 @@
                            weight_shape int64 [2], weight_zero_point int32           pack-quantized, channel or group
     static x               input_scale fp32 [1]; with zero points also input_zero_point int8 [1]
 
-Codes are copied bit by bit. If the layout has no tiles (mxfp8, nvfp4), the scales of tiles are repeated for each row. Three
-numbers are rounded in the layout: the amax of nvfp4, and the multiplier or the range of a static x. Their exact values are also
-stored in the header of the safetensors file, as `float.hex`, so that reading returns the exact scales. In a file of another
-program there are no exact values; the static scale of x is then exact within two units in the last place.
+Codes are copied bit by bit. If a scheme has no entry for x, its format is naive-quantized instead of float-quantized. If the
+layout has no tiles (mxfp8, nvfp4), the scales of tiles are repeated for each row. Three numbers are rounded in the layout: the
+amax of nvfp4, and the multiplier or the range of a static x. Their exact values are also stored in the header of the
+safetensors file, as `float.hex`, so that reading returns the exact scales. In a file of another program there are no exact
+values; the static scale of x is then exact within two units in the last place.
 """
 
 from __future__ import annotations
@@ -364,8 +365,9 @@ def is_stated(x: Mapping[str, Any], activation: Quantizer) -> bool:
 
 
 def activation_of(x: Mapping[str, Any] | None) -> Quantizer | None:
-    """Return the quantizer for the table `input_activations` x, with default options; None: x is not quantized. It computes the
-    scale in each forward, also if the table states a static scale (for which see `static_choices`)."""
+    """Return the quantizer for the table `input_activations` x, with default options; None: x is not quantized, or `dynamic` is
+    "local". The quantizer computes the scale in each forward, also if the table states a static scale (for which see
+    `static_choices`)."""
     if x is None or x["dynamic"] == "local":
         return None
     if x["type"] == "int":

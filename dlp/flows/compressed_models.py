@@ -290,7 +290,7 @@ def load_compressed(
         recipe: recipe whose quantizer of x is used, for example the recipe of training; or a function that returns a recipe for
             the name of a layer; None: x is quantized as config.json states, with default options.
         mode: "weight_only": x stays in high precision; "dynamic" or "static": as in `dlp.quantize_`; None: as config.json
-            states.
+            states, and "dynamic" for a `recipe` if config.json does not quantize x.
 
     Returns:
         Names of the layers with quantized weights.

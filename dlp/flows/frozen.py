@@ -175,7 +175,8 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
         core.session.check_not_graphed([core])
     for core in cores:
         _freeze(core, specs[core])
-    for name in reversed(names) if mode == "static" else ():  # the first sibling sets their shared scale of x last
+    # Siblings share a scale of x. The order is reversed, so that the first sibling sets this scale last.
+    for name in reversed(names) if mode == "static" else ():
         scales = calibrated(modules[name], name, chosen[name])
         for (_, slots), scale in zip(static_slots(modules[name]).items(), scales.values(), strict=True):
             for slot in slots:
@@ -186,7 +187,8 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
 def calibrated(module: nn.Module, name: str, recipe: Recipe) -> dict[str, Tensor]:
     """Return the static scales of a layer for the casts of `recipe`, by tensor ("x", "y").
 
-    A scale is computed from a buffer of `calibrate`: it is `x_scale`, fp32 [], for per-tensor FP8, else `reach_of` `x_range`.
+    For per-tensor FP8 the scale is the buffer `x_scale` of `calibrate`, fp32 []; otherwise `reach_of` computes it from the
+    buffer `x_range`. The buffers of y are `y_scale` and `y_range`.
     Raises ValueError for a missing buffer, and for a buffer that is no longer fp32.
     """
     made = dict[str, Tensor]()

@@ -9,10 +9,11 @@ of FSDP, delayed scales, checkpoints and `dlp.quantize_` treat an expert like an
 those of this linear, called with the rows of the expert. An expert without rows also runs: it takes part in collectives and
 gets a gradient of zeros, which FSDP needs on every rank.
 
-On a GPU, if all experts are in bf16 and unsharded, they run as one `torch.nn.functional.grouped_mm`, which may round
-differently. On sm_90, with rowwise FP8, fprop of all experts is one `torch.nn.functional.scaled_grouped_mm`, and dgrad another
-(`dlp.flows.grouped_fp8`); a note of the plan says so, or gives the reason against it. Otherwise the experts run one after the
-other. Routing and the transfer of tokens between ranks are left to the user.
+On a GPU, if x is bf16 and the experts are neither quantized nor sharded nor have a delayed wgrad, they run as one
+`torch.nn.functional.grouped_mm`, which may round differently. On sm_90, with rowwise FP8, fprop of all experts is one
+`torch.nn.functional.scaled_grouped_mm`, and dgrad another (`dlp.flows.grouped_fp8`); a note of the plan says so, or gives the
+reason against it. Otherwise the experts run one after the other. Routing and the transfer of tokens between ranks are left to
+the user.
 
     dlp.group_experts(model)     replaces the experts of Mixtral and Qwen3-MoE (transformers) by GroupedLinears
 """
@@ -109,12 +110,12 @@ class GroupedLinear(nn.ModuleList):
         return sizes
 
     def multiplies_grouped(self, x: Tensor) -> bool:
-        """Whether all experts run as one grouped GEMM: x is bf16 on a GPU, and experts are neither quantized nor sharded."""
+        """Whether all experts run as one grouped GEMM: x is bf16 on a GPU, and `_groups` holds for all experts."""
         return x.is_cuda and x.dtype is torch.bfloat16 and all(_groups(expert) for expert in self)
 
     def _multiplies_rowwise(self, x: Tensor) -> bool:
-        """Whether fprop and dgrad run as grouped GEMMs of rowwise FP8. A note of the plan states the result with the reason,
-        except in compiled code, where logging would break the graph."""
+        """Whether fprop and dgrad run as grouped GEMMs of rowwise FP8; False in compiled code, because logging would break the
+        graph. If all experts have a recipe of rowwise FP8, a note of the plan states the result and, if False, the reason."""
         cores = [expert.core for expert in self if isinstance(expert, ParallelLinear)]
         compiling = torch.compiler.is_dynamo_compiling()
         if compiling or len(cores) < len(self) or not grouped_fp8.are_rowwise(cores):
@@ -153,7 +154,8 @@ class GroupedLinear(nn.ModuleList):
 
 
 def _groups(expert: nn.Module) -> bool:
-    """Whether an expert can be part of a grouped GEMM in bf16: its weight is neither quantized nor sharded."""
+    """Whether an expert can be part of a grouped GEMM in bf16: it is a linear that is neither quantized nor sharded, and its
+    wgrad is not delayed."""
     if isinstance(expert, ParallelLinear):
         spec = expert.core.spec
         quantized = any(not quantizer.format.keeps_source for quantizer in spec.recipe.quantizers())
@@ -239,7 +241,8 @@ def group_experts(model: nn.Module) -> list[str]:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Return whether a module has 3-D expert weights, as Mixtral and Qwen3-MoE of transformers 5 do."""
+    """Return whether a module has 3-D expert weights without a bias of gate and up, and `act_fn`, as Mixtral and Qwen3-MoE of
+    transformers 5 do."""
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and hasattr(module, "act_fn")):
         return False

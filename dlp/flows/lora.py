@@ -100,8 +100,8 @@ def lora(
         Names of the linears that got an adapter.
 
     Raises:
-        ValueError: before anything is changed, for a rank below 1, for patterns that match no `nn.Linear`, for layers of
-            `dlp.convert`, and for weights that `base` cannot quantize.
+        ValueError: before anything is changed, for an invalid rank, alpha or dropout, for patterns that match no `nn.Linear`,
+            for layers of `dlp.convert` or with adapters, and for weights that `base` cannot quantize.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -306,8 +306,8 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
         folder: folder with adapter_config.json and adapter_model.safetensors.
 
     Raises:
-        ValueError: before anything is loaded, for adapters of another kind (DoRA, rsLoRA, trained biases), and for adapters
-            with another rank, alpha or set of layers.
+        ValueError: before anything is loaded, for missing or unreadable files, for adapters of another kind (DoRA, rsLoRA,
+            trained biases), for adapters with another rank, alpha or set of layers, and for values that are not finite.
         ImportError: without the package safetensors.
 
     Examples:

@@ -127,7 +127,7 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _quantized(model: nn.Module, name: str, module: Any, recipe: recipes.Recipe, mode: str) -> QuantizedParameter:
-    """Return the quantized weight of a linear. Raises ValueError if the weight, the recipe or the mode does not allow it."""
+    """Return the quantized weight of a linear. Raises ValueError if the weight, the recipe or the mode cannot be used."""
     check_mode(recipe, mode, name)
     refuse_y(recipe, mode, name)
     check_is_parameter(name, module)

@@ -1,5 +1,5 @@
 """Activations, gated activations and LayerNorm, forward and backward: CUDA kernels, or the plain-torch reference on other
-devices and for matrices whose columns are not adjacent.
+devices, for other dtypes than bf16 and fp32, and for matrices whose columns are not adjacent.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def sums_by_index(x: Tensor, index: Tensor, counts: Tensor, rows: int) -> Tensor
 
 
 def _bits_of_sum(terms: int) -> int:
-    """Return the largest number of bits of integers for which the sum of `terms` integers is exact in fp64."""
+    """Return the largest number of bits, at most 40, of integers for which the sum of `terms` integers is exact in fp64."""
     return min(40, MANTISSA - max(terms - 1, 0).bit_length())
 
 

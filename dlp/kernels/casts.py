@@ -146,7 +146,8 @@ def cast_fp8_tensor_batch(
 ) -> Launches:
     """Prepare launches of `cast_fp8_tensor_both` for many matrices for which `has_batches` holds.
 
-    Both orientations share the memory of scale_inv. If a source has neither amax nor scale, the launches compute the amax.
+    Both orientations share the memory of scale_inv. If the first source has no scale, the launches compute the amax of each
+    matrix, and an amax in a source is not read.
     """
     return preparing("cast_fp8_tensor", xs[0])(xs, outs, sources, flags)
 

@@ -5,7 +5,7 @@
 
 The kernels apply the Hadamard transform to the columns of the matrix (a columnwise operand), with the signs RHT_SIGNS. Kernels
 cast tiles, the blocks of weights, only without transform and with rounding to nearest. Lazy norms and activations are computed
-and stored first: these kernels are bound by instructions, and a fused producer would slow the casts down.
+and stored first, because these kernels are bound by instructions, and a fused producer would slow the casts down.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Part = tuple[Parts, Tensor]  # parts of one orientation, and the amax
 
 
 def _turns(rht: bool, signs: int) -> bool:
-    """Return whether the kernels support this transform: in kernels the signs are a constant, RHT_SIGNS."""
+    """Return whether the kernels support this transform: none, or the transform with RHT_SIGNS, a constant in kernels."""
     return not rht or signs == RHT_SIGNS
 
 

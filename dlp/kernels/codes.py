@@ -2,10 +2,11 @@
 
 decode_fp8_block, decode_mxfp8, decode_nvfp4    decode to fp32, or to bf16 (kernels)
 transpose_codes, transpose_e2m1                 transpose the codes of an operand
+transposed                                      transpose a matrix of fp32, such as scales of blocks
 nvfp4_alpha, rounded                            factor of a GEMM, rounded result of a GEMM
 swizzle_128x4                                   rearrange scales into the tiles that block-scaled GEMMs read
 delayed_updates                                 update all delayed scales of a model
-sum_in_order, sum_by_tree                       sum the contributions of the ranks of a reduction
+sum_in_order, sum_by_tree                       sum the contributions of ranks to a reduction
 checksums                                       sum the bits of tensors
 """
 
@@ -27,7 +28,7 @@ ON_DEVICE = ("max", "most_recent")  # algorithms of delayed scaling that the ker
 
 
 def is_contiguous(x: Tensor, *_: Any) -> bool:
-    """Return whether a matrix of codes is contiguous; kernels read scales by their strides."""
+    """Return whether a matrix of codes is contiguous, which kernels for codes require."""
     return x.is_contiguous()
 
 
@@ -146,7 +147,7 @@ def rounded_kernel(x: Tensor, dtype: torch.dtype) -> Tensor:
 def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1) -> Tensor:
     """Rearrange scale bytes [row blocks, C blocks] into flat uint8 tiles of 128x4 (`reference.swizzle_128x4`).
 
-    lines        number of lines of the codes
+    lines        number of lines of the codes; None: number of rows of scales times `lines_each`
     lines_each   number of lines that share a scale
     """
     lines = len(scales) * lines_each if lines is None else lines

@@ -110,7 +110,8 @@ def _flat(x: Tensor) -> Words:
 
 
 def _output(tensor: Tensor | None, shape: Sequence[int], dtypes: Sequence[torch.dtype], name: str) -> int:
-    """Return the pointer of an output, or 0 for None."""
+    """Check an output, and return its pointer; 0 for None. Raises ValueError for another shape or dtype, or if the output is
+    not contiguous."""
     if tensor is None:
         return 0
     if list(tensor.shape) != list(shape) or tensor.dtype not in dtypes or not tensor.is_contiguous():
@@ -138,7 +139,7 @@ def _code_dtype(job: TensorJob | BlockJob) -> torch.dtype:
 
 
 def _same(values: Sequence[Any], what: str) -> Any:
-    """Return the common value of all jobs."""
+    """Return the common value of all jobs. Raises ValueError if the values differ; `what`: name of the value in the message."""
     if len(set(values)) != 1:
         raise ValueError(f"jobs of one launch must share {what}; got {set(values) or 'no jobs'}: use separate launches")
     return values[0]
@@ -242,7 +243,7 @@ def cast_tensor(job: TensorJob, *, power_of_two: bool = False, epsilon: float = 
 
 
 def cast_tensor_batch(jobs: Sequence[TensorJob], *, power_of_two: bool = False, epsilon: float = 0.0) -> Batch:
-    """Prepare a launch of `cast_tensor` for many matrices; all scales are current, or all are delayed."""
+    """Prepare a launch of `cast_tensor` for many matrices; all jobs have `staging`, or none has."""
     module = loader.load()
     dtype = _same([_code_dtype(job) for job in jobs], "the dtype of codes")
     wide = _same([job.x.dtype for job in jobs], "the input dtype") == torch.float32

@@ -46,7 +46,8 @@ def _reads(grads: GatedGrads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def takes_gate_grads(grads: GatedGrads, dtype: torch.dtype = GRADIENT_CODES[0]) -> bool:
-    """Return whether the kernels support these gradients: complete tiles and aligned rows."""
+    """Return whether the kernels support these gradients: of SwiGLU in bf16, in complete tiles, with aligned rows, cast to E4M3
+    or E5M2."""
     rows, cols = grads.gate.shape
     whole = rows > 0 and cols > 0 and rows % TILE == 0 and cols % TILE == 0
     given = _reads(grads)

@@ -121,8 +121,8 @@ def torch_mm(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
     options: GemmLaunchOptions, alpha: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply in high precision by torch; `alpha`, fp32 [], multiplies the sums. In 16 bits torch.addmm adds the bias, in fp32
-    and with the bits of F.linear."""
+    """Multiply in high precision by torch; `alpha`, fp32 [], multiplies the sums. If operands, bias and result have one 16-bit
+    dtype, torch.addmm adds the bias, in fp32 and with the bits of F.linear."""
     narrow = out_dtype in (torch.bfloat16, torch.float16)
     if narrow and bias is not None and accumulate is None and alpha is None:
         if a[0].dtype == b[0].dtype == bias.dtype == out_dtype:

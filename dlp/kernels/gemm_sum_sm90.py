@@ -2,8 +2,8 @@
 
     D [rows, cols] = sum over i of scale_inv(A_i) scale_inv(B_i) A_i [rows, C_i] @ B_i [cols, C_i].T
 
-The tensor core sums 128 products, and these sums are scaled and added in fp32 registers, term after term (`reference.
-gemm_fp8_tensor_sum`). The bits of a row do not depend on the number of rows.
+The tensor core sums 128 products, and these sums are scaled and added in fp32 registers, term after term, as in
+`reference.gemm_fp8_tensor_sum`. The bits of a row do not depend on the number of rows.
 """
 
 from __future__ import annotations

@@ -336,7 +336,8 @@ def _saved(file: Path) -> dict[str, dict[str, int]]:
 
 
 def save_choices(device: int, measured: dict[str, int]) -> Path:
-    """Add measured choices to the file of this device; choices of other problems stay."""
+    """Add measured choices to the file of this device, and return the file; choices of other problems stay. Cached choices and
+    plans are dropped."""
     file = choice_file(device)
     saved = _saved(file)
     saved.setdefault(str(_module().cublaslt_version()), {}).update(measured)

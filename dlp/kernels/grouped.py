@@ -4,7 +4,8 @@
 
 torch's kernel (CUTLASS, for sm_90 alone) reads the ends of the groups on the device and returns bf16. C and cols must be
 multiples of 16; a group may have any number of rows, including 0. This operation does not serve wgrad, whose groups lie along
-the contraction: there the kernel needs groups of a multiple of 16 rows, and cannot return fp32 or add to a main gradient.
+the contraction, because there the kernel needs groups of a multiple of 16 rows, and cannot return fp32 or add to a main
+gradient.
 """
 
 from __future__ import annotations

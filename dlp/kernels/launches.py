@@ -152,7 +152,7 @@ def _into(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> list[An
 
 @contextmanager
 def recording() -> Iterator[Launched]:
-    """Context manager that records launches of this thread."""
+    """Context manager that records the launches of this thread instead of running them; yields the recording."""
     launched: Launched = []
     token = _RECORDING.set(launched)
     try:

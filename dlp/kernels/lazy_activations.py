@@ -24,7 +24,7 @@ from dlp.kernels.cuda import MATRIX
 from dlp.kernels.lazy_matrix import GRADIENT_CODES, LazyMatrix, Source, fuses, stored
 from dlp.kernels.producers import swiglu_backward
 
-# Whether casts compute activations and their gradients by default.
+# Whether casts compute `Activated`, `GatedBy` and `ActivationGrad` by default.
 IN_CASTS = False
 
 

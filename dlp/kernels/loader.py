@@ -305,7 +305,7 @@ def compile_module(tools: Toolchain, architectures: Sequence[str], added: Added 
     files = sources()
     folder = cache_folder("kernels") / build_key(files, tools.cuda, architectures, tools.runtime, added)
     built, ready = folder / f"{MODULE}.so", folder / "ready" / f"{MODULE}.so"
-    if os.path.exists(ready):  # the cache may be read-only
+    if os.path.exists(ready):  # checked before the lock, since the cache may be read-only
         return ready
     with _alone_in(folder):
         if not ready.exists():
@@ -359,7 +359,8 @@ def load_or_explain() -> int:
 
 
 def require() -> None:
-    """Load the kernels. Raises BuildError, with the command that installs a missing part."""
+    """Load the kernels. Raises BuildError. Unlike the message of `load`, the message for a missing part names no fallback,
+    since the caller requires kernels."""
     try:
         load()
     except MissingError as error:

@@ -19,12 +19,14 @@ def _traced(logits: Tensor) -> bool:
 
 
 def log_sum_exp(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log(sum(exp(logits))) and the logit at the target, fp32 [M], of logits [M, C] and target int64 [M]."""
+    """Return log(sum(exp(logits))) of each row and the logit at the target, fp32 [M], of logits [M, C] and target int64 [M];
+    the logit is 0 for a target outside the columns."""
     return (reference.log_sum_exp if _traced(logits) else _log_sum_exp)(logits, target)
 
 
 def softmax_gradient(logits: Tensor, target: Tensor, log_sum: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient [M, C], in the dtype of logits, of logits [M, C], target int64 [M], log_sum and weight fp32 [M]."""
+    """Return (exp(logits - log_sum) - one_hot(target)) * weight [M, C], the gradient of the cross entropy with one weight per
+    row, in the dtype of logits [M, C]; target int64 [M], log_sum and weight fp32 [M]."""
     return (reference.softmax_gradient if _traced(logits) else _softmax_gradient)(logits, target, log_sum, weight)
 
 

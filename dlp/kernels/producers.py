@@ -1,5 +1,5 @@
-"""RMSNorm, SwiGLU and column sums, forward and backward: CUDA kernels, or the plain-torch reference on other devices and for
-matrices whose columns are not adjacent.
+"""RMSNorm, SwiGLU and column sums, forward and backward: CUDA kernels, or the plain-torch reference on other devices, for other
+dtypes than bf16 and fp32, and for matrices whose columns are not adjacent.
 """
 
 from __future__ import annotations

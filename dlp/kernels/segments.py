@@ -63,8 +63,8 @@ def products(pairs: Sequence[tuple[Factored, Factored]], segments: int, dtype: t
 
 
 def _aligned(values: Tensor) -> Tensor:
-    """Return the matrix as contiguous rows at an aligned address, with zeros up to a multiple of ROW_UNIT rows: cuBLASLt has
-    no such algorithm for other numbers of rows."""
+    """Return the matrix as contiguous rows at an aligned address, with zeros up to a multiple of ROW_UNIT rows, since cuBLASLt
+    has no algorithm with a fixed order of addition for other numbers of rows."""
     short = -len(values) % ROW_UNIT
     values = F.pad(values, (0, 0, 0, short)) if short else values.contiguous()
     return values if values.data_ptr() % gemms.ALIGNMENT == 0 else values.clone()

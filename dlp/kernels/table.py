@@ -194,7 +194,7 @@ GEMMS = (
 
 def _entry(row: Gemm) -> GemmEntry:
     check = partial(gemm.checked, scales_inside=bool(row.cublaslt))
-    # functions for ANY pair check the decoded operands
+    # functions for ANY pair are not wrapped in `check`, since they check the decoded operands
     prepare = gemm.of_layouts(row.run, check if row.pairs else None) if row.layouts else None
     return GemmEntry(
         name=row.name, devices=row.devices, formats=row.pairs, status=row.status, run=check(row.run), prepare=prepare,

@@ -31,7 +31,7 @@ from dlp.kernels.timing import device_ms, sustained_ms
 
 BURST, BATCH, ROUNDS = 3, 8, 5  # calls per burst, calls per batch, number of measurements for a median
 SETTLING = 0.1  # seconds of load before the first measurement
-BETTER = 0.98  # a candidate must take less than this share of the time of the first candidate
+BETTER = 0.98  # a candidate is chosen only if it takes less than this share of the time of the first
 
 
 class Fastest(NamedTuple):

@@ -1,6 +1,6 @@
 """DotProductAttention: `torch.nn.functional.scaled_dot_product_attention` under the names of Transformer Engine (TE).
 
-    mask type            keys j that query i attends to; off = Sk - Sq for "bottom_right" types, else 0
+    mask type            keys j that query i attends to; off = 0 for "causal" and "padding_causal", else Sk - Sq
     no_mask              all
     causal               j <= i + off
     padding              keys that are False in `attention_mask` [B, 1, 1, Sk]
@@ -8,7 +8,8 @@
     padding_causal       keys that both "padding" and "causal" allow
     window_size (l, r)   for each type only keys with i + off - l <= j <= i + off + r; -1: no bound
 
-For a causal mask without window, bias and padding no mask tensor is built: torch's kernels compute this mask (is_causal).
+`bottom_right_diagonal` sets off to Sk - Sq (True) or 0 (False) for every type. For a causal mask with off = 0, and without
+window, bias and padding, no mask tensor is built, since torch's kernels compute this mask (is_causal).
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def seen_keys(
         corner: Whether the last query is aligned with the last key; None: the mask type decides.
         heads: q and k, [B, H, S, D].
         given: The attention_mask of the caller (True: the query does not attend to the key); None: no mask.
-        explicit: Whether the mask must be a tensor (a bias is merged into the mask), so that is_causal cannot be used.
+        explicit: Whether a causal mask must be a tensor, since a bias is added to the mask; is_causal is then False.
     """
     takes = kind.startswith("padding") or kind == "arbitrary"
     if takes != (given is not None):

@@ -120,7 +120,7 @@ class FuserCall:
     backward_linears: Sequence[tuple[int, LinearCall, bool]] = ()
     forward: ReplayEntry | None = None
     backward: dict[Any, ReplayEntry] = field(default_factory=dict)
-    plan: FuserPlan = None  # type: ignore[assignment]  # set by `follow`: planning reads contexts of this call
+    plan: FuserPlan = None  # type: ignore[assignment]  # `follow` sets it, since planning reads contexts of this call
 
     def follow(self, plan: FuserPlan) -> None:
         """Set the plan, and the fields that are derived from it: `bounds` and `backward_linears`."""
@@ -154,7 +154,7 @@ class Pass:
     kwargs             for each op: keyword arguments of the caller; None: no keywords
     ctxs               for each op: its context; None: not created yet (`contexts`)
     replayed           description of the results of the captured launches, if forward replayed them; None: the ops ran
-    moved              whether saved-tensor hooks are active: saved tensors may come back in other memory
+    moved              whether saved-tensor hooks are active, so that saved tensors may come back in other memory
     layout             the `ResultLayout` of forward
 
     `drop` releases given, parts, reads and addresses after forward.

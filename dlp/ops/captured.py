@@ -175,8 +175,8 @@ class PlanPass:
         self.entries.clear()
 
     def describe(self) -> list[str]:
-        """Return lines for the printed plan: the number of native calls if this pass is captured, else the reason against it;
-        no lines before the first run."""
+        """Return lines for the printed plan: the number of native calls if this pass is captured, else the reason why it runs
+        op by op; no lines before the first run."""
         captured = self.captured
         if captured is None:
             return []

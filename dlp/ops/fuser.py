@@ -1,9 +1,10 @@
 """The fuser: run the basic ops of a sequence as one autograd function, fused differently in forward and in backward.
 
-Fusions are applied once for each state of the fuser. The state consists of the active spec of every linear, the tensors that
-need gradients, train or eval mode, dtype, and the registered fusions. The fuser keeps the resulting `FuserPlan`s, and uses a
-plan again when its state comes back, for example when an earlier recipe is set again. `dlp.ops.passes` runs the passes of a
-plan. Under torch.compile and dispatch modes the ops run without fusion (`dlp.ops.traced`).
+Fusions are applied once for each state of the fuser. The state includes the active spec of every linear, grad mode, the
+tensors that need gradients, the types of the tensors, train or eval mode, dtype and device of x, and the registered fusions.
+The fuser keeps the resulting `FuserPlan`s, and uses a plan again when its state comes back, for example when an earlier recipe
+is set again. `dlp.ops.passes` runs the passes of a plan. Under torch.compile and dispatch modes the ops run without fusion
+(`dlp.ops.traced`).
 """
 
 from __future__ import annotations
@@ -297,8 +298,8 @@ class OperationFuser:
         )  # fmt: skip
 
     def _stored_before_casts(self, forward_ops: Sequence[Placed], ctxs: Sequence[Any]) -> list[str]:
-        """Return a line for each op directly before a linear whose output is stored before the cast of x, with the reason why
-        the cast does not compute the output."""
+        """Return a line for each op whose output is stored before the next op, a linear, casts the output; the line states the
+        reason why the cast does not compute the output."""
         lines, linears = [], {i: op for _, i, op in self.linears}
         for placed, following in pairwise(forward_ops):
             at = placed.places[-1]
@@ -337,9 +338,10 @@ def _readers(ops: Ops) -> list[Any]:
 
 
 def _quantizers_before(pairs: Sequence[tuple[Any, Any]], method: str) -> list[Any]:
-    """Return for each op the quantizers that `method` of the previous op returns; None for the first op.
+    """Return for each pair (op, context) the quantizers that `method` of the op in the previous pair returns; None for the
+    first pair.
 
-    An op that passes its input or gradient through (`passes_through`) hands on the quantizers of the op before it.
+    An op that passes its input or gradient through (`passes_through`) hands on the quantizers that it gets itself (`passed`).
     """
     quantizers, last = list[Any](), None
     for op, ctx in pairs:

@@ -101,7 +101,7 @@ def fuse(which: str, basic_ops: Ops, recipe: Any, notes: list[str]) -> Ops:
     """Apply all fusions of pass `which` ("forward" or "backward") to basic ops, and return the resulting ops.
 
     notes: gets a line for each pattern that matches but is not fused, with the reason. Raises RuntimeError if a fusion loses,
-    adds or reorders a basic op.
+    adds or reorders a basic op, or does not return a sequence of ops.
     """
     ops: Ops = list(basic_ops)
     for func in getattr(REGISTERED, which):

@@ -169,7 +169,7 @@ class LayerOperand(Operand):
 
     bound        the spec under which the linear reads the tensor
     tensor       "x" or "dy"
-    wgrad        whether the backward of the linear runs wgrad, and reads this tensor for it
+    wgrad        for dy: whether wgrad runs; for x: whether backward reads x, for wgrad or because x was clipped
     record       whether gradients are enabled, so that amaxes are recorded for delayed scales
     obstacle     reason why the linear must receive high precision; "": none, `why_not` may find another
     """

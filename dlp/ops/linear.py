@@ -180,7 +180,7 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     def why_stored(self, ctx: OperationContext, producer: BasicOperation) -> str:
         """Return the reason why the output of `producer`, the op before, is stored before the cast of x reads it; "": the cast
-        on a GPU computes the output, or x is not cast."""
+        on a GPU computes the output, x is not cast, or the plan says nothing about `producer` (`in_casts` is None)."""
         recipe = ctx.bound.spec.recipe
         if producer.in_casts is None or recipe.x.keeps_source:
             return ""
@@ -261,8 +261,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         return parts_of(read(ctx.bound, everyone, weights, ctx.x_dtype, columnwise=True, record=True))
 
     def targets(self, ctx: OperationContext) -> tuple[Any, ...]:
-        """Return for each weight the main gradient into which the wgrad GEMM writes or adds, or None; an empty tuple if all
-        wgrads are returned to autograd."""
+        """Return for each weight the main gradient into which the wgrad GEMM writes or adds, or None; an empty tuple if there
+        are no main gradients, or if the wgrads are delayed."""
         weights = ctx.saved_tensors[: len(ctx.needs_dw)]
         if not ctx.bound.weights.main_grads or self._waits(ctx):
             return ()
@@ -280,7 +280,8 @@ class BasicLinear(BasicOperation, modules.Linear):
     def end_backward(self, ctx: OperationContext, grads: list[Tensor | None], deferred: Sequence[Tensor]) -> None:
         """Finish a backward after its launches, which may have been replayed.
 
-        grads      for each weight its gradient; the entries of written main gradients are set to what autograd gets
+        grads      for each weight its gradient; if its main gradient was written, this function sets the entry to the gradient
+                   that autograd gets
         deferred   operands of the delayed wgrads, which are stored for `dlp.backward_dw`
         """
         for i in ctx.written:
@@ -297,8 +298,9 @@ class BasicLinear(BasicOperation, modules.Linear):
     def differentiate(
         self, ctx: OperationContext, grad_output: Value, bound: BoundSpec, finish: Finish = NO_FINISH
     ) -> tuple[Value, list[Tensor | None]]:
-        """Compute dx, and for each weight dw, under the spec `bound`; None for gradients that are not needed. finish: epilogue
-        of dgrad, as in `multiply`; its factor also applies to wgrad."""
+        """Compute dx, and for each weight dw, under the spec `bound`; None for gradients that are not needed, and for dw that
+        is delayed or was written to a main gradient. finish: epilogue of dgrad, as in `multiply`; its factor also applies to
+        wgrad."""
         count = len(ctx.needs_dw)
         if not ctx.requires_grad:
             return None, [None] * count

@@ -172,7 +172,8 @@ class BasicOperation(FusibleOperation):
         """Texts about the last call of this op, which the printed plan shows after the name of the op."""
         return ()
 
-    # The fuser calls the next five methods when it makes a plan. Linears and ops that quantize override them.
+    # The fuser calls the next five methods when it makes a plan. Linears override the first four, and `Bias` overrides
+    # `passed`.
 
     def planned(self, ctx: OperationContext) -> None:
         """Called for each op when the fuser makes a plan, before it looks for fusions. `ctx`: the op's context in the call
@@ -313,7 +314,7 @@ class FusedOperation(FusibleOperation):
 
 
 class InnerFused(FusedOperation):
-    """Base class of the fused ops in `dlp.ops.fused`. Its basic ops are not submodules: they belong to the model."""
+    """Base class of the fused ops in `dlp.ops.fused`. Its basic ops are not submodules, since they belong to the model."""
 
     def __init__(self, *basic_ops: BasicOperation) -> None:
         super().__init__(())

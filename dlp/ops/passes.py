@@ -38,7 +38,7 @@ def check_count(name: str, what: str, found: Any, expected: int) -> None:
 
 def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
     """Raise RuntimeError for a parameter gradient whose shape differs from its parameter. Autograd would silently sum a
-    broadcast gradient to the shape of the parameter."""
+    broadcast gradient to the shape of the parameter. Linears are not checked."""
     for parameter, grad in zip(() if hasattr(op, "core") else op.op_parameters(), grads, strict=False):
         if isinstance(grad, Tensor) and grad.shape != parameter.shape:
             raise RuntimeError(
@@ -107,8 +107,9 @@ class Members:
             )
 
     def named_error(self, places: Sequence[int], error: Exception) -> Exception:
-        """Return the error to raise in place of an op's error. The names of the ops are added to the message of a ValueError,
-        TypeError or RuntimeError, and as a note to errors of other classes, such as torch's OutOfMemoryError."""
+        """Return the error to raise in place of an op's error. If the fuser has names or several ops, the names are added to
+        the message of a ValueError, TypeError or RuntimeError, and as a note to errors of other classes, such as torch's
+        OutOfMemoryError."""
         names = ", ".join(dict.fromkeys(self.names[i] for i in places))
         if self.named and type(error) in (ValueError, TypeError, RuntimeError):
             message = str(error).removeprefix(f"{names}: ").removeprefix(f"{type(self.ops[places[0]]).__name__}: ")
@@ -304,8 +305,9 @@ def backward(run: Pass, grads: Sequence[Tensor | None], saved: Sequence[Tensor])
     """
     call = run.call
     plan, given, parts = call.plan, [*grads, *saved], list[Sequence[Tensor]]()
-    # If forward replayed captured launches, saved tensors and weights have the same layouts as in the last backward, and a key
-    # of the gradients alone is enough to look up the captured launches.
+    # If forward replayed captured launches, saved tensors and weights have the same layouts as in the last backward, unless
+    # saved-tensor hooks moved them. A key of the gradients alone is then enough to look up the captured launches of a backward
+    # without main gradients and delayed wgrads.
     keyed_by_grads = run.replayed is not None and not (run.moved or plan.with_end_backward)
     for i, linear, reads_w in call.backward_linears:
         session, weight_parts = linear.bound.session, run.weight_parts[i]

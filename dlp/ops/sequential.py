@@ -153,8 +153,8 @@ class Sequential(nn.Module):
         return sum(_num_extra(group)[1] for group in self._groups_now())
 
     def _groups_now(self) -> list[Any]:
-        """Return what forward calls, in order: an `OperationFuser` for each group of consecutive ops, and the other modules.
-        The list is cached until modules or hooks change."""
+        """Return the fusers and modules that forward calls, in order: an `OperationFuser` for each group of consecutive ops,
+        and the other modules. The list is cached until modules, hooks or a `forward` change."""
         cached = vars(self).get("_groups")
         if cached is not None and cached.is_valid([*self._modules.values()]):
             return cached.groups
@@ -225,7 +225,7 @@ def _num_extra(group: Any) -> tuple[int, int]:
 
 
 def _hooks(owner: nn.Module) -> Any:
-    """Return the hooks of a module (falsy: no hooks). A fuser would not call them."""
+    """Return the first non-empty dict of hooks of a module, or an empty dict. A fuser would not call the hooks."""
     return owner._forward_hooks or owner._forward_pre_hooks or owner._backward_hooks or owner._backward_pre_hooks
 
 

@@ -217,7 +217,8 @@ def _heads(
 
 
 def _qk_norm(kind: str | None, head: int, eps: float, options: dict[str, Any], tp: int) -> nn.Module | None:
-    """Return the norm for the heads of q or k; None: no norm."""
+    """Return the norm for the heads of q or k; None: no norm. kind: `qk_norm_type`. Raises ValueError for an unknown norm, and
+    for a norm with weights if tp shards the heads."""
     if kind is None:
         return None
     if kind not in QK_NORMS:

@@ -20,7 +20,7 @@ from dlp.kernels.ops import Produced
 
 LAZY, MANY, HANDED, INTEGERS = "lazy", "many", "handed", "integers"  # elements of `BasicOperation.takes`
 Grads = Sequence[Sequence[Tensor | None]]  # gradients by basic operation; None: no gradient
-Tensors = Tensor | tuple[Tensor, ...]  # one tensor for one weight; a tuple for siblings or extra outputs
+Tensors = Tensor | tuple[Tensor, ...]  # one tensor, or a tuple for siblings or extra outputs
 Value = Any  # Tensor | Produced | Handed | tuple of these types
 
 
@@ -60,8 +60,8 @@ def like_tuple(values: Sequence[Any], like: Value) -> Value:
 
 
 def with_leading_dims(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """Reshape y [M, N] to [..., N], with the leading dimensions of `shape` [..., C] except the first, which is computed from M:
-    a gather or reduce-scatter may have changed it."""
+    """Reshape y [M, N] to [..., N], with the leading dimensions of `shape` [..., C] except the first, which is computed from M,
+    since a gather or reduce-scatter may have changed it."""
     return y.view(-1, *shape[1:-1], y.shape[-1])
 
 

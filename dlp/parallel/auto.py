@@ -143,7 +143,7 @@ def gemm_rate(measured: Sequence[tuple[Sizes, float]], sizes: Sizes, *, neighbor
     Args:
         measured: pairs of sizes and rate (operations per second).
         sizes: M, N, K of the GEMM.
-        neighbors: number of nearest sizes of which the geometric mean is taken, weighted by their inverse distances.
+        neighbors: number of nearest sizes whose rates are averaged: geometric mean, weighted by inverse distances.
     """
     if not measured:
         return None
@@ -156,8 +156,8 @@ def gemm_rate(measured: Sequence[tuple[Sizes, float]], sizes: Sizes, *, neighbor
 
 
 def machine(device_type: str, board: str = "") -> Machine:
-    """Return this machine if `device_type` is "cpu" or "cuda". Any other value is taken as the kind of a machine of which only
-    `board`, a word of the device's name, is known."""
+    """Return this machine if `device_type` is "cpu" or "cuda". Any other value is the kind of another machine, which is
+    known only by `board`, a word of the device's name."""
     if device_type == "cpu":
         return Machine(device_type, "CPU", torch.__version__, VERSION)
     if device_type == "cuda":
@@ -174,7 +174,7 @@ class Times:
     processors         number of SMs of the device; 0 for a CPU
     speed, meeting     bytes per second that a rank sends in a gather; latency of a transfer in seconds
     rows               the measured problems
-    about              further entries of the file: date and versions of the measurement
+    about              further entries of the file: date, command, dtype and versions of the measurement
     """
 
     kind: str
@@ -311,14 +311,16 @@ def load(path: str | Path, *, together: bool = False) -> Times:
 
 @cache
 def _tables(folder: Path) -> tuple[Times, ...]:
-    """Load all tables of a folder, once: every plan, and every layer constructed with "auto", needs them."""
+    """Load all tables of a folder. The result is cached, because every plan, and every layer constructed with "auto", reads the
+    tables."""
     return tuple(load(path) for path in sorted(folder.glob("*.json")))
 
 
 def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, str]:
     """Return the table that dlp ships for this device and transport, or None with the reason.
 
-    A table for the same number of ranks is preferred. A table that was measured with another version of torch is accepted."""
+    A table for the same number of ranks is preferred, then the table for the nearest number. A table that was measured with
+    another version of torch is accepted."""
     tables = _tables(TABLES)
     own = here._replace(torch="")
     fit = [times for times in tables if times.obstacle(own, times.ranks, transport) is None]
@@ -334,7 +336,7 @@ def shipped(here: Machine, ranks: int, transport: str) -> tuple[Times | None, st
 
 def at_construction(asked: Asked, problem: Problem, group: ProcessGroup | None, device_type: str) -> Asked:
     """Return the strategies of an explicitly constructed layer: the strategies in `asked`, where "auto" is replaced by the
-    choice from the shipped table for `problem`."""
+    choice from the shipped table for `problem`, or by "serial" if tp has one rank."""
     if group is None or group.size() == 1:
         return choose(asked, None, None, NOTHING)[0]
     if AUTO not in ([asked] if isinstance(asked, str) else asked.values()):

@@ -559,8 +559,8 @@ class CastBatch:
 
     @torch.no_grad()
     def make(self, casts: Sequence[Cast]) -> list[Wanted]:
-        """Observe, agree and cast as `make_casts` does, with one launch for all casts that share a quantizer and a dtype, if
-        the quantizer supports batches."""
+        """Observe, agree and cast as `make_casts` does, with one launch for all casts that share a quantizer and a dtype and
+        can run in batches (`Cast.batch`)."""
         batched: dict[tuple[Quantizer, torch.dtype], list[int]] = {}
         for i, cast in enumerate(casts):
             quantizer = cast.batch()
@@ -578,7 +578,7 @@ class CastBatch:
 
 
 def _launches(quantizer: Any, casts: Sequence[Cast]) -> ops.Launches:
-    """Prepare the launches of these casts, all of this `quantizer`, which has a method `batch`."""
+    """Return launches that run these casts together. All casts have this `quantizer`, which has a method `batch`."""
     matrices, into = [cast.matrix for cast in casts], [cast.into for cast in casts]
     launches: ops.Launches = quantizer.batch(
         matrices, into, [cast.slot for cast in casts], [cast.flag for cast in casts]

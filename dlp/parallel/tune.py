@@ -9,7 +9,7 @@ linear or siblings, is measured under its recipe in the config, or under all rec
 
     fprop    the forward of the layer under each strategy
     dgrad    the backward of the layer including wgrad, which may overlap the reduction of dgrad
-    alone    each GEMM of the layer without a transfer, from which `dlp.parallel.auto` predicts times at other sizes
+    alone    each GEMM of the layer without a transfer; from these times `dlp.parallel.auto` predicts times at other sizes
 
 On GPUs each pass is captured in a CUDA graph, so times are device times. A round replays the graph of each strategy several
 times and takes the time of the slowest rank; the table has the median over rounds. After each problem rank 0 prints a line and
@@ -143,7 +143,8 @@ def layer_of(problem: Problem, overlap: str | Mapping[str, str], tp: DeviceMesh,
 
 
 def passes(layer: nn.Module, problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> tuple[Run, Run]:
-    """Return two functions: one runs the forward of the layer, the other its forward and backward."""
+    """Return two functions: one runs the forward of the layer, the other runs forward and backward. One step with its boundary
+    runs before, so that the weights are cast."""
     style = problem.style
     rows = problem.tokens // (ranks if style.cut_x == 0 else 1)
     columns = problem.in_features // (ranks if style.cut_x == 1 else 1)
@@ -365,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     link = f"the link carries {times.speed / 1e9:.3g} GB/s with a latency of {1e6 * times.meeting:.3g} us"
     _say(f"{times.ranks} x {times.device} by {by}; {link}; milliseconds:")
     if dist.get_rank() == 0:
-        known.out.write_text(times.text())  # checked before measuring, since the results could not be stored
+        known.out.write_text(times.text())  # raises here, not after the measurement, if the file cannot be written
     for number, problem in enumerate(problems, 1):
         row = measure(problem, strategies, tp, dtype, known.rounds)
         times = replace(times, rows=(*(each for each in times.rows if each.key != row.key), row))

@@ -279,8 +279,12 @@ class Spread(NamedTuple):
 
 
 def spread(trace: Trace, key: Key) -> Spread:
-    """Return the spread of a tensor. Code between modules, and modules other than linears, are modelled as sums over a row or
-    column of the result whose terms have the root mean square of the row; for dx and dy, at least that of the tensor."""
+    """Return the spread of a tensor.
+
+    Activations and gradients: the known contractions (`terms`), and a sum over a row or column of the tensor whose terms have
+    the root mean square of the row, as a model of other modules and of code between modules. For dx and dy without known
+    contraction, the terms have at least the root mean square of the tensor. Weights: the roundings of all updates so far, and
+    the last update. All other tensors: 0."""
     value = trace.values[key].float()
     if not is_computed(key):
         before = trace.values.get(key._replace(step=key.step - 1))

@@ -119,7 +119,7 @@ class Place:
 
     @classmethod
     def of(cls, case: MeshCase, dims: ParallelDims) -> Place:
-        """Return the place of this rank."""
+        """Return the coordinates of this rank in the mesh of `case`, with `piece` None. `dims`: sizes of the mesh."""
         return cls(case, dims.rank(TP), dims.dp_rank, cp=0 if dims.cp == 1 else dims.rank(CP))
 
     def at(self, micro: int) -> Place:
@@ -175,7 +175,7 @@ class Place:
 
 
 def _folds(tensor: Tensor, shape: torch.Size) -> bool:
-    """Whether the tensor has `shape`, or can be reshaped to `shape` with the same last dimension."""
+    """Whether the tensor has `shape`, or another number of dimensions and the same last dimension."""
     last = tensor.dim() == 0 or (len(shape) > 0 and tensor.shape[-1] == shape[-1])
     return tensor.shape == shape or (last and (len(shape) != tensor.dim()))
 

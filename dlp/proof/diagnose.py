@@ -181,7 +181,8 @@ def _places(place: Place) -> Iterator[Place]:
 
 
 def _stale(case: Case) -> Guess | None:
-    """Check for a tensor, weights or gradients of the previous step."""
+    """Check whether the tensor is the tensor of the previous step, is the sum with the gradient of the previous step, or is y
+    computed with the weights before the last update."""
     key = case.key
     before = _value(case, key._replace(step=key.step - 1))
     if before is not None and not torch.equal(before, case.expected):
@@ -240,7 +241,8 @@ def _cuts(case: Case, found: list[Terms]) -> dict[Share, Part]:
 
 
 def _shares(case: Case) -> Guess | None:
-    """Fit coefficients of the shares; see the module docstring."""
+    """Fit the coefficients c_q of the shares to the tensor of this rank, and return the mistake that gives these coefficients;
+    see the module docstring."""
     found = terms(case.trace, case.key)
     cuts = _cuts(case, found) if found and len({each.length for each in found}) == 1 else {}
     shape, parts = case.trace.values[case.key].shape, {}
@@ -270,7 +272,7 @@ def _simple(number: float) -> Fraction | None:
 
 
 def _pattern(place: Place, c: dict[Share, Fraction]) -> Guess | None:
-    """Return the kind of mistake that gives these coefficients."""
+    """Return the kind of mistake that gives the coefficients `c` of the shares; None: all coefficients are 1."""
     values, mesh = set(c.values()), place.case
     if len(values) == 1:
         return _multiple(values.pop())

@@ -83,7 +83,8 @@ class Follower:
     micro      number of the running microbatch of this rank
     compared   number of comparisons; equal: number of these with equal bits
     worst      largest ratio of difference to bound, with the tensor
-    failed     comparisons that exceed the bound, or, if `exact`, of different bits
+    failed     comparisons that exceed the bound, or, if `exact`, of different bits; also tensors without counterpart in the
+               trace, missing gradients, and failed checks of codes, scales and bytes
     remarks    lines for the report
     masks      (tensor, microbatch) -> whether the tensor is sharded, and a hash of the dropout mask
     """
@@ -104,7 +105,10 @@ class Follower:
         }
 
     def _take(self, key: Key, tensor: Tensor) -> Tensor:
-        """Compare a tensor of a module, and return this rank's part of the trace's tensor."""
+        """Compare a tensor of a module, and return this rank's part of the trace's tensor, times `gain` for dx and dy.
+
+        For y and dx of dropout modules nothing is compared, but the mask of y is recorded. A tensor without counterpart in the
+        trace is recorded in `failed` and returned unchanged."""
         if key.tensor == "y":
             self._dtypes[key.layer] = tensor.dtype
         place = self.place.at(self.micro)

@@ -286,7 +286,8 @@ def named_parameters(model: nn.Module) -> Mapping[tuple[str, str], nn.Parameter]
 
 
 def tied_parameters(model: nn.Module) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """Return the first (module, name in the module) of each parameter -> all of them, for tied parameters more than one."""
+    """Return for each parameter its first name -> list of all its names. A name is (module, name in the module); only tied
+    parameters have several names."""
     places: dict[int, list[tuple[str, str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer, _, own = plain_name(name).rpartition(".")

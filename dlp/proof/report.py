@@ -1,4 +1,4 @@
-"""The report of `dlp.prove`: a line for each mesh, a table of differences, and one sentence on the first difference."""
+"""The report of `dlp.prove`: a line for each mesh, a table of differences, and the result as one sentence."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ def is_fake(recipe: Recipe) -> bool:
 
 
 def deployed(recipe: Recipe) -> Recipe:
-    """Return the recipe with the inner quantizers in place of `FakeQuantized`, whose fprop multiplies codes. A recipe without
-    fake quantization is returned unchanged."""
+    """Return the recipe with each `FakeQuantized` of x and w replaced by its inner quantizer, so that fprop multiplies codes. A
+    recipe without fake quantization is returned unchanged."""
 
     def codes(quantizer: Quantizer) -> Quantizer:
         return quantizer.inner if isinstance(quantizer, FakeQuantized) else quantizer

@@ -179,7 +179,8 @@ class DelayedScaling(_TensorScaling):
 
 
 def unchanged(window: Tensor) -> Tensor:
-    """Return zero amaxes. As `amax_compute_algo` of a static scale: an amax of 0 does not change the scale."""
+    """Return zero amaxes. Static scales have this function as `amax_compute_algo`, because an amax of 0 does not change the
+    scale."""
     return torch.zeros_like(window[0])
 
 

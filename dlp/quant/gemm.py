@@ -131,7 +131,7 @@ def _own(gemm: Gemm, a: QuantizedTensor) -> Tensor:
 def decoded_dtype(*operands: tuple[Format, torch.dtype]) -> torch.dtype:
     """Return the dtype in which a GEMM multiplies decoded operands: bf16 or fp32.
 
-    bf16 is exact if both formats factor into bf16 values and scales (`are_factored`), and no operand is in fp32.
+    bf16 is exact if both formats factor into bf16 values and scales (`are_factored`), and high-precision operands are in bf16.
 
     operands   (format, dtype of the payload) of each operand
     """

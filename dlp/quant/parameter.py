@@ -5,13 +5,15 @@ saved by `torch.save` and loaded with weights_only=True, sharded as a DTensor or
 operations:
 
     embedding                    decodes only the rows that are looked up
-    linear, mm, addmm            one custom op, `dlp::quantized_linear`: cast x by `activation`, then run the GEMM of both
+    linear; mm, addmm by w^T     one custom op, `dlp::quantized_linear`: cast x by `activation`, then run the GEMM of both
                                  formats
-    detach, clone, to(device),   run on each part
+    mm by w                      decodes w
+    detach, clone, to(device),   run on each part, if they keep complete blocks; else on decoded values
     t, slice, narrow, split,
-    cat, view (same shape),
-    all_gather, scatter,
-    broadcast
+    cat, view (same shape or
+    flat), copy_, empty_like,
+    zeros_like, all_gather,
+    scatter, broadcast
     other operations             run on decoded values, with one warning per operation
 
 Values are read-only: operations that write to the tensor raise ValueError, except for a copy from a QuantizedParameter of the
@@ -284,8 +286,8 @@ def _rebuild(
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation writes to. The schemas of c10d do not mark them: there it is the first argument,
-    if the name of the operation ends with "_"."""
+    """Return the arguments that an operation writes to. The schemas of c10d do not mark these arguments: an operation of c10d
+    whose name ends with "_" writes to its first argument."""
     if func.namespace == "c10d":
         return [args[0]] if func._schema.name.endswith("_") else []
     given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
@@ -451,8 +453,8 @@ def _joined(given: Sequence[Tensor], along: int | None) -> Tensor:
 
 @_runs(c10d.all_gather_into_tensor.default)
 def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
-    """All-gather along the first dimension. SHARED parts must be equal on all ranks: ranks have agreed on amaxes
-    (`amax_scope`), or the shards were cut from one quantized weight."""
+    """All-gather along the first dimension. SHARED parts are not sent; they are equal on all ranks, because ranks have agreed
+    on amaxes (`amax_scope`), or because the shards were cut from one quantized weight."""
     if w.use.shape:
         return NotImplemented
     cut, fmt = int(w.turned), w.use.format
@@ -472,7 +474,7 @@ def _gather(func: Any, w: QuantizedParameter, size: int, group: Any) -> Any:
 
 @_runs(torch.ops.c10d.scatter_.default)
 def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], group: Any, root: int, *_: Any) -> Any:
-    """Scatter shards to ranks, as `distribute_tensor` and `parallelize_module` do."""
+    """Scatter shards to ranks, part by part. `distribute_tensor` and `parallelize_module` call this operation."""
     if not _alike([*outputs, *[each for given in inputs for each in given]]):
         return NotImplemented
     return _by_part(
@@ -556,7 +558,8 @@ def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, devi
 
 @_runs(aten.embedding.default)
 def _embedding(func: Any, w: Any, indices: Tensor, *how: Any) -> Any:
-    """Look up rows, and decode only these rows. For formats whose scales span several rows, the full table is decoded."""
+    """Look up rows, and decode only these rows. The full table is decoded if scales span several rows, or if the table is
+    transposed or padded."""
     if not isinstance(w, QuantizedParameter) or w.turned or w.use.shape:
         return NotImplemented
     fmt, rows = w.use.format, indices.reshape(-1)

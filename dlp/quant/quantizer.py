@@ -219,8 +219,8 @@ def outs_of(outs: Operands | None) -> ops.Outs:
 
 
 def offers(quantizer: Quantizer, method: str) -> bool:
-    """Return whether a quantizer has this optional method of `Quantizer`, in the class that defines its `cast` and `observe` or
-    in a subclass of this class."""
+    """Return whether a quantizer has this optional method of `Quantizer`, and no subclass of the class that defines the method
+    overrides `cast` or `observe`."""
     return _offers(type(quantizer), method)
 
 

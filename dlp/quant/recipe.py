@@ -195,7 +195,7 @@ class Recipe:
 
     def derives(self, name: str, tokens: int) -> bool:
         """Return whether the columnwise operand of `name`, "x", "w" or "dy", is the transposed rowwise operand
-        (`Operand.derived`). This needs a number of tokens that is not padded."""
+        (`Operand.derived`). For x and dy, the number of tokens `tokens` must also need no padding."""
         operand: Operand = getattr(self, name)
         return operand.derived and (name == "w" or tokens % self.units[0] == 0)
 

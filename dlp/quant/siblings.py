@@ -69,7 +69,8 @@ class Siblings(Format):
 def together(a: Format, b: Format, count: int, device: str) -> tuple[Siblings, Siblings] | None:
     """Return the formats of the joined operands A and B of `count` siblings, whose operands have the formats `a` and `b`.
 
-    None if `count` is 1, or if the kernel table has no kernel for these formats on `device`, one of DEVICES."""
+    None if `count` is 1, if a format has a method `gemm`, or if the kernel table has no kernel for the joined formats on
+    `device`, one of DEVICES."""
     pair = Siblings(a, count), Siblings(b, count)
     kinds = pair[0].gemm_kind, pair[1].gemm_kind
     named = any(kinds in entry.formats for entry in table.gemm_entries(device))

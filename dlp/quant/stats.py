@@ -6,9 +6,9 @@
     saturation   share of nonzero elements beyond the largest value that their scale can represent
     sqnr_db      10 log10(sum x^2 / sum (x - decoded)^2)
 
-`measured(recipe, ...)` wraps all quantizers of a recipe; the codes do not change. Statistics are accumulated on the device over
-all casts of a tensor in a step, in two tensors, which the host reads once per step. scale_inv and saturation are computed from
-two codes of the format (`Format.landmarks`); for a format without these codes they are unknown.
+`measured(recipe, ...)` wraps the quantizers of x, w and dy; the codes do not change. Statistics are accumulated on the device
+over all casts of a tensor in a step, in two tensors, which the host reads once per step. scale_inv and saturation are computed
+from two codes of the format (`Format.landmarks`); for a format without these codes they are unknown.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StatsTable:
             self.maxima[row] = torch.maximum(self.maxima[row], maxima)
 
     def close(self) -> None:
-        """End a step: store the statistics in `last`, and zero the table."""
+        """End a step: store the statistics in `last`, zero the table, and set `recording`."""
         self.last = self.sums.clone(), self.maxima.clone()
         self.sums.zero_()
         self.maxima.zero_()
@@ -98,7 +98,7 @@ def names_of(layer: str) -> list[str]:
 
 
 def measured(recipe: Recipe, layer: str, table: StatsTable) -> Recipe:
-    """Return the recipe with every quantizer wrapped in `Measured`; operands in high precision are not wrapped.
+    """Return the recipe with the quantizers of x, w and dy wrapped in `Measured`; operands in high precision are not wrapped.
 
     An operand that is cast once has the row LAYER.x; an operand that is cast separately for each orientation has the rows
     LAYER.x.rowwise and LAYER.x.columnwise."""

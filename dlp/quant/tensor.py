@@ -235,8 +235,8 @@ class Format:
 
     def concatenates(self, dim: int, size: int) -> bool:
         """Return whether quantized shards of `size` rows (dim 0) or columns (dim 1), concatenated along `dim`, equal the
-        quantized unsharded matrix, if ranks agree on amaxes. For this no part is UNSAID, and shards consist of complete
-        blocks."""
+        quantized unsharded matrix, if ranks agree on amaxes. This holds if no part is UNSAID, and shards consist of
+        complete blocks and complete units of `multiple`."""
         says = all(part.moves_along(dim) != UNSAID for part in self.parts)
         return says and (self.block[dim] == 0 or size % self.block[dim] == 0) and size % self.multiple[dim] == 0
 

@@ -224,7 +224,7 @@ class CapturedPasses:
     why        pass -> reason why the pass is never captured; "": it can be captured
     possible   pass -> whether the pass can be captured
     found      key -> captured launches, or the reason why there are none (SEEN after the first call)
-    skipped    pass -> reason why a call neither recorded nor replayed launches; the last such reason
+    skipped    pass -> reason of the last call that could not use captured launches: the result of `obstacle`, VARIES or SHARED
     """
 
     def __init__(

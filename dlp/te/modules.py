@@ -211,7 +211,7 @@ class LayerNormLinear(_Module, ops.LayerNormLinear):
 
 
 class LayerNormMLP(_Module, ops.LayerNormMLP):
-    """te.LayerNormMLP: `ops.LayerNormMLP`."""
+    """te.LayerNormMLP: `ops.LayerNormMLP` with TE's arguments of forward."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
         super().__init__(hidden_size, ffn_hidden_size, eps, **options)

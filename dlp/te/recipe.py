@@ -106,7 +106,8 @@ def NVFP4BlockScaling(
 
 
 def _scaling(recipe: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `QParams` and `MMParams` to options of a recipe. Raises ValueError if `QParams` differ between operands."""
+    """Convert `QParams` and `MMParams` to options of a recipe. Raises ValueError if `QParams` differ between
+    operands, or are given for some operands only."""
     own = {*PARAMS, *GEMMS}
     refuse(recipe, ARGUMENTS, {name: value for name, value in options.items() if name not in own}, sorted(own))
     made: dict[str, Any] = {}

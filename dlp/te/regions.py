@@ -63,4 +63,4 @@ def initialize_ub(*arguments: Any, **keywords: Any) -> NoReturn:
 
 
 def destroy_ub() -> None:
-    """Do nothing: buffers belong to the process group."""
+    """Do nothing, because buffers of transfers belong to the process group."""

@@ -22,7 +22,7 @@ def not_finite(tensors: Mapping[str, Any]) -> str | None:
     names, extremes = [], []
     for name, tensor in _leaves(tensors):
         names.append((name, tensor))
-        # a NaN is both the minimum and the maximum
+        # torch.aminmax returns NaN for both if the tensor has a NaN
         extremes.append(torch.stack(torch.aminmax(tensor)).float().isfinite().all())
     if not extremes:
         return None

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: a description of the run, and size and hash of every file. Both are checked before a file is used.
+"""Manifest of a checkpoint: a description of the run, and the size and hash of every file, checked before a file is used.
 
     manifest.json   the keys of `TYPES`; `digest` is a hash of all other keys
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-YOUNG = 60.0  # age in seconds up to which an unlocked temporary folder counts as in use: its lock may follow
+YOUNG = 60.0  # age in seconds up to which an unlocked temporary folder counts as in use, because its lock may follow
 
 
 def rewrite(path: Path, text: str) -> None:

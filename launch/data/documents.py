@@ -95,7 +95,7 @@ def _listed(path: Path, names: Callable[[Any], list[str]]) -> list[str]:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """Raise ValueError if the name of a file is not UTF-8: the split of a document depends on a hash of the name."""
+    """Raise ValueError if the name of a file is not UTF-8, because the split of a document depends on a hash of the name."""
     try:
         name.encode()
     except UnicodeEncodeError:

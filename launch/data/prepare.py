@@ -1,7 +1,7 @@
 """Prepare a folder of shards from documents: `train-00000.shard, ...`, `validation-00000.shard, ...` and `index.json`.
 
-Complete documents are held out for validation. Text files are held out in the order of hashes of their names, up to the
-requested share of the bytes. Rows are held out by a hash of file name and row number, so that rows can be read as a stream.
+Complete documents are held out for validation. Text files are held out in the order of hashes of their names, until they have
+the requested share of the bytes. Rows are held out by a hash of file name and row number, so that rows can be read as a stream.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def check_share(share: float) -> None:
 
 
 def held_out(sizes: Mapping[str, int], share: float) -> set[str]:
-    """Return the names of the documents for validation: those with the smallest hashes of names, up to `share` of the bytes.
+    """Return the names of the documents for validation: the documents with the smallest hashes of names, until these documents
+    have `share` of the bytes.
 
     sizes: bytes of each document by name. A document larger than `share` of all bytes is never held out, so that no single file
     makes up the validation split. The result may be empty. Raises ValueError if no document is left for training.
@@ -86,7 +87,8 @@ def row_split(name: str, share: float) -> str:
 
 
 def documents(files: Mapping[str, Path], share: float, column: str) -> Iterator[Document]:
-    """Yield all documents of the files in order, without empty rows. `share`: share for validation; `column`: column of rows
+    """Yield all documents of the files in order, without empty rows. If there are only text files and each is too large to be
+    held out, the largest is yielded as two documents, one per split. `share`: share for validation; `column`: column of rows
     that holds the text."""
     sizes = {name: path.stat().st_size for name, path in files.items() if not has_rows(path, column)}
     validating = held_out(sizes, share)

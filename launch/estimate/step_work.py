@@ -362,8 +362,8 @@ class StepWork:
     # FSDP
 
     def _gather(self, unit: str, *, backward: bool) -> tuple[int, ...]:
-        """Append the gather of the weights of an FSDP unit, which starts early as prefetched by FSDP. Returns its index as a
-        tuple to wait for, empty if nothing is gathered."""
+        """Append the gather of the weights of an FSDP unit, which starts before the weights are needed, because FSDP prefetches
+        units. Returns the index of the gather as a tuple to wait for, empty if nothing is gathered."""
         nbytes = self._gathered_bytes(unit, backward)
         if not nbytes:
             return ()

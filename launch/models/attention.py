@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# torch uses the first backend that supports the shapes. Generation needs the later ones, for example for a prompt of one token.
+# torch uses the first backend of a list that supports the shapes. Generation needs the later backends, for example for a prompt
+# of one token.
 _REST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ORDERS = {"flash": _REST, "cudnn": [SDPBackend.CUDNN_ATTENTION, *_REST]}
 

@@ -50,7 +50,7 @@ FAMILIES = {
         fixed=(*_FIXED, _NO_WINDOW, ("attention_bias", False)), qk_norm=True,
     ),
 }  # fmt: skip
-UNSUPPORTED = ("quantization_config", "per_layer_config")  # tables that must be absent or null
+UNSUPPORTED = ("quantization_config", "per_layer_config")  # tables of config.json that must be absent or null
 
 # Key of [model] -> key of config.json. `launch/weights/hf_config.py` handles rope_theta and rope_scaling.
 KEYS = {

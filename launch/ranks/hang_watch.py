@@ -54,7 +54,8 @@ class HangWatch:
     after   allowed seconds without progress in a step, `[run] hang_after`
     where   function that returns the place of this rank; called once a second
     end     function that ends the process; called in the watch thread with one line per rank
-    waits   function that returns lines about the peers that this rank waits for; called after `after` seconds without progress
+    waits   function that returns lines about the peers that this rank waits for; called after `Place.patience` seconds without
+            progress
     """
 
     def __init__(

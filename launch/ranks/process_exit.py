@@ -138,7 +138,7 @@ def leave_behind(reason: str) -> NoReturn:
 
 def leave_after_exceptions() -> None:
     """Make the process exit immediately after the traceback of an uncaught exception. Call after the process group was
-    created: torch then installs the hook that adds the rank to a traceback."""
+    created, because torch then replaces sys.excepthook by a hook that adds the rank to a traceback."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

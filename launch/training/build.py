@@ -165,7 +165,8 @@ def check_device(config: Config, device_type: str) -> bool:
 
 
 def check_kernels(config: Config, device_type: str) -> None:
-    """Raise ConfigError if [train] kernels = "required" and the native kernels do not run on this device."""
+    """Raise ConfigError if [train] kernels = "required" and the native kernels are not available on this machine. Nothing is
+    checked for a kind of GPU ("sm_90"), which is planned for another machine."""
     if config.train.kernels != "required" or device_type not in ("cpu", "cuda"):
         return
     try:

@@ -22,8 +22,8 @@ def prepare() -> None:
 
 
 def switch_on(device: torch.device, work: Callable[[], None]) -> str:
-    """Switch deterministic algorithms on, and return a log line with the slowdown. On a GPU, `work` is timed before and after;
-    it must run a microbatch without side effects."""
+    """On a GPU, switch deterministic algorithms on, and return a log line with the slowdown: `work`, which must run a
+    microbatch without side effects, is timed before and after. On a CPU, only return a log line."""
     if device.type != "cuda":
         return "deterministic: no cost on a CPU, where runs are always bitwise equal"
     with torch.random.fork_rng([device]):

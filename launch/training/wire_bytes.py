@@ -138,7 +138,8 @@ def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
 
 
 def warn_of_tp(plan: Plan, load: Workload, optimizer: str, host: int) -> list[str]:
-    """Return the warning of `slow_tp` if tp spans several hosts of `host` GPUs, else an empty list."""
+    """Return the warning of `slow_tp` if tp spans several hosts of `host` GPUs, else an empty list; if the bytes cannot be
+    predicted, a line with the reason."""
     try:
         return slow_tp(load.dims, plan.device_type, by_group(planned(plan, load, optimizer)).get(TP, 0), host)
     except Unpredictable as why:
@@ -214,8 +215,8 @@ class WireWatch:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Return the context of a CUDA graph capture, in which transfers are counted for `replayed`; the capture itself sends
-        nothing."""
+        """Return the context of a CUDA graph capture. If `[train] ledger` is always, the recorded transfers are counted for
+        `replayed`, although the capture itself sends nothing."""
         if self._mode != "always":  # then no replayed step is counted
             yield
             return

@@ -44,7 +44,7 @@ def _end_of(text: str, opened: int) -> int:
         depth += {"(": 1, ")": -1}.get(text[at], 0)
         if depth == 0:
             return at + 1
-    raise ValueError(f"an asm does not end: {text[opened : opened + 200]}")
+    raise ValueError(f"an asm statement has no closing parenthesis: {text[opened : opened + 200]}")
 
 
 def _operands(inside: str) -> list[str]:
@@ -68,7 +68,7 @@ def translate(text: str) -> str:
         ours = [name for words, name in PTX.items() if words in body]
         if len(ours) != 1:
             raise ValueError(
-                f"the emulator knows no asm like {body!r}: give it a function in intrinsics.h, and name it in PTX"
+                f"the emulator does not support the asm {body!r}: add a function to intrinsics.h, and its name to PTX"
             )
         out += [text[at : match.start()], f"ptx::{ours[0]}({', '.join(_operands(body))})"]
         at = end
@@ -80,12 +80,12 @@ def _cuda_headers(nvcc: str) -> str:
     said = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True).stderr
     found = re.search(r'^#\$ INCLUDES="-I([^"]+)"', said, re.MULTILINE)
     if found is None:
-        raise loader.BuildError(f"the emulator needs CUDA's headers, and {nvcc} --dryrun names no folder of them")
+        raise loader.BuildError(f"the emulator needs CUDA's headers, and {nvcc} --dryrun prints no folder of headers")
     return found[1]
 
 
 def translated(only: Sequence[str] = ()) -> list[Path]:
-    """Translate the sources of the module, or the given files, and all headers."""
+    """Return the files to translate: the sources of the module, or those in `only`, with all headers; and emulator.cpp."""
     ours = [source for source in loader.sources() if not only or source.suffix in {".h", ".cuh"} or source.name in only]
     return [*ours, HERE / "emulator.cpp"]
 

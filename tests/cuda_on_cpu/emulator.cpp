@@ -1,4 +1,4 @@
-// Fibers, and what stands in for the runtime. See emulator.h.
+// Fibers, and replacements of functions of the CUDA runtime. See emulator.h.
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -24,22 +24,23 @@ constexpr size_t kStack = 256 * 1024, kShared = 232448, kSharedByDefault = 48 * 
 constexpr int kLargestCluster = 8;
 constexpr uint8_t kPoison = 0xFF;                        // NaN
 
-std::map<const void*, int> shared_limits;  // by kernel, where an attribute has set one
+std::map<const void*, int> shared_limits;  // by kernel, for kernels whose limit was set
 
-// In shared memory, of eight bytes.
+// State of a barrier (mbarrier) in its eight bytes of shared memory.
 struct Barrier {
-    int32_t bytes;  // still to come
-    uint8_t pending, arrivals;
+    int32_t bytes;  // bytes of copies that have not arrived
+    uint8_t pending, arrivals;  // arrivals that are missing in this phase; arrivals per phase
     uint16_t phase;
 };
 
-// Bytes on their way, of which a barrier counts so many.
+// Bulk copy that has not arrived: `move` copies, then `barrier` counts `bytes`.
 struct Copy {
     std::function<void()> move;
     Barrier* barrier;
     uint32_t bytes;
 };
 
+// The part of a thread in a matrix product of a warpgroup (see `multiply`). `a_values`: the value of each code of A.
 struct Product {
     float* d;
     int count;
@@ -55,9 +56,9 @@ struct Fiber {
     uint3 thread, block;
     int warp, rank;
     std::vector<std::function<void()>> copies;
-    std::vector<Product> products;                // of no group yet
-    std::vector<std::vector<Product>> committed;  // oldest first
-    uint64_t rests;                               // the round that it leaves to the others
+    std::vector<Product> products;                // not committed to a group
+    std::vector<std::vector<Product>> committed;  // groups, oldest first
+    uint64_t rests;                               // the round in which the fiber does not run again
 };
 
 std::mutex running;
@@ -65,12 +66,12 @@ jmp_buf scheduler;
 ucontext_t first_switch;
 std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<Group> warps, blocks;
-std::vector<std::array<Group, 16>> named;  // barriers of each block
+std::vector<std::array<Group, 16>> named;  // numbered barriers of each block
 Group cluster;
-std::vector<Copy> bulk;                // under way
+std::vector<Copy> bulk;                // bulk copies that have not arrived
 std::string failed;
 Fiber* current = nullptr;
-uint64_t steps = 0;                    // that threads have made from one wait to another
+uint64_t steps = 0;                    // progress: arrivals, completed barriers, copies and ends of threads
 uint64_t rounds = 0;
 bool early = false;                    // bulk copies arrive at once
 const std::function<void()>* body = nullptr;
@@ -114,7 +115,7 @@ std::string order_name() {
     return named ? named : "forward";
 }
 
-// The order of warps, and of their lanes.
+// Fill `order` with indices in the order EMULATOR_ORDER, for the warps of a cluster or the lanes of a warp.
 void arrange(std::vector<int>& order) {
     const std::string name = order_name();
     std::iota(order.begin(), order.end(), 0);
@@ -122,7 +123,7 @@ void arrange(std::vector<int>& order) {
     else if (name != "forward") std::shuffle(order.begin(), order.end(), std::mt19937(std::stoi(name)));
 }
 
-// As far as it comes without the others: a warp that runs ahead finds what it should have waited for.
+// Run a warp until all its threads wait for other warps, because a warp that runs ahead exposes missing barriers.
 void run_warp(int first, const std::vector<int>& lanes, int end) {
     for (uint64_t before = steps - 1; steps != before;) {
         before = steps;
@@ -132,7 +133,7 @@ void run_warp(int first, const std::vector<int>& lanes, int end) {
 }
 
 void run_cluster(unsigned first, unsigned size, int threads, size_t shared_bytes) {
-    const int each = (threads + kWarp - 1) / kWarp * kWarp;  // a block's fibers, whole warps
+    const int each = (threads + kWarp - 1) / kWarp * kWarp;  // fibers of a block: complete warps
     while (int(fibers.size()) < each * int(size)) fibers.push_back(std::make_unique<Fiber>());
     cluster = Group{threads * int(size)}, cluster_group = &cluster;
     blocks.assign(size, Group{threads});
@@ -153,7 +154,7 @@ void run_cluster(unsigned first, unsigned size, int threads, size_t shared_bytes
     for (uint64_t before = steps; cluster.members > 0; before = steps) {
         ++rounds;
         for (int warp : order) run_warp(warp * kWarp, lanes, (warp + 1) * kWarp);
-        if (steps == before) throw std::runtime_error("the threads of a block wait for one another for ever");
+        if (steps == before) throw std::runtime_error("deadlock: no thread of the cluster can continue");
     }
 }
 
@@ -169,7 +170,7 @@ void arrive(Barrier& its) {
     complete(its);
 }
 
-// A copy has been made.
+// Make a copy, and count its bytes at its barrier.
 void count(const Copy& copy) {
     copy.move(), ++steps;
     copy.barrier->bytes -= copy.bytes;
@@ -181,7 +182,7 @@ void start(Copy copy) {
     else bulk.push_back(std::move(copy));
 }
 
-// Matrix of bytes that a tensor map of the driver describes.
+// Matrix of bytes, as `encode_map` stores its description in a tensor map.
 struct Map {
     const uint8_t* first;
     uint64_t sizes[2], pitch;
@@ -217,15 +218,17 @@ const float* values_of() {
     return values.data();
 }
 
-// 32 numbers of a line of an operand of eight lines to 1024 bytes.
+// Read 32 numbers of one line of an operand that stores eight lines in 1024 bytes of shared memory. `operand`: descriptor of
+// wgmma.
 void read_line(uint64_t operand, int line, const float* values, float (&to)[32]) {
-    if (operand >> 62 != 1 || (operand >> 32 & 0x3FFF) != 1024 >> 4) fail("an operand that the emulator does not know");
+    if (operand >> 62 != 1 || (operand >> 32 & 0x3FFF) != 1024 >> 4)
+        fail("the emulator supports only operands in the 128-byte swizzle with eight lines in 1024 bytes");
     const uint32_t first = (operand & 0x3FFF) << 4;
     const uint8_t* shared = dynamic_shared();
     for (int k = 0; k < 32; ++k) to[k] = values[shared[swizzled(first + line * 128 + k)]];
 }
 
-// The thread's two rows and, of each eight columns, two of d = A [64, 32] @ B [2 count, 32].T.
+// Compute the part of the current thread of d = A [64, 32] @ B [2 count, 32].T: two rows, and two columns in every eight.
 void multiply(const Product& its) {
     const int row = position.thread.x / kWarp % 4 * 16 + lane() / 4;
     float a[2][32], b[32];
@@ -247,7 +250,8 @@ Position position;
 Group *cluster_group, *block_group, *warp_group;
 
 void run(dim3 blocks, dim3 threads, unsigned cluster, size_t shared_bytes, const std::function<void()>& kernel) {
-    if (threads.y * threads.z * blocks.y * blocks.z != 1) throw std::runtime_error("the emulator knows one dimension");
+    if (threads.y * threads.z * blocks.y * blocks.z != 1)
+        throw std::runtime_error("the emulator supports only one dimension of blocks and of threads");
     if (threads.x == 0 || threads.x > 1024 || blocks.x == 0 || shared_bytes > kShared || blocks.x % cluster || cluster > kLargestCluster)
         throw std::runtime_error("no GPU would launch " + std::to_string(blocks.x) + " blocks of " + std::to_string(threads.x) +
                                  " threads with " + std::to_string(shared_bytes) + " bytes of shared memory");
@@ -262,7 +266,7 @@ uint8_t* dynamic_shared() { return window(current->rank); }
 
 uint32_t shared_address(const void* at) {
     const ptrdiff_t offset = static_cast<const uint8_t*>(at) - dynamic_shared();
-    if (offset < 0 || size_t(offset) > kShared) fail("an address outside of dynamic shared memory");
+    if (offset < 0 || size_t(offset) > kShared) fail("an address lies outside of dynamic shared memory");
     return uint32_t(offset);
 }
 
@@ -323,7 +327,8 @@ void barrier_expect(uint32_t at, uint32_t bytes) {
 }
 
 void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at) {
-    if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("a bulk copy that is not aligned");
+    if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16)
+        fail("the addresses and the size of a bulk copy must be multiples of 16");
     uint8_t* const there = dynamic_shared() + to;
     start({[=] { std::memcpy(there, from, bytes); }, &barrier(at, current->rank), bytes});
 }
@@ -331,8 +336,8 @@ void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at) {
 void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint32_t at) {
     Map its;
     std::memcpy(&its, map, sizeof(its));
-    if (to % 1024) fail("a box that is not aligned to its swizzle");
-    const auto bytes_of = [=](uint32_t line) -> uint32_t {  // within the matrix
+    if (to % 1024) fail("the destination of a tensor copy must be aligned to 1024 bytes, because of the swizzle");
+    const auto bytes_of = [=](uint32_t line) -> uint32_t {  // bytes of a line that are inside of the matrix
         if (x < 0 || y < 0 || uint64_t(x) >= its.sizes[0] || y + line >= its.sizes[1]) return 0;
         return uint32_t(std::min<uint64_t>(its.box[0], its.sizes[0] - x));
     };
@@ -351,7 +356,7 @@ void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint
 void barrier_arrive_at(uint32_t at, uint32_t rank) {
     if (blocks[rank].members == 0) fail("a thread arrives at a barrier of a block that has ended");
     arrive(barrier(at, int(rank)));
-    current->rests = rounds;  // who waited for that may go on before this thread does
+    current->rests = rounds;  // threads that waited for this arrival can run before this thread continues
     yield();
 }
 
@@ -397,14 +402,14 @@ void wait_products(int pending) {
 
 }  // namespace emulator
 
-// The runtime, as far as the kernels' host code calls it.
+// The functions of the CUDA runtime that the host code of the kernels calls.
 
 extern "C" {
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorNotSupported"; }
-const char* cudaGetErrorString(cudaError_t) { return "the emulator does not know it"; }
+const char* cudaGetErrorString(cudaError_t) { return "the emulator does not support this call"; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
-    *value = what == cudaDevAttrMultiProcessorCount ? 3 : 233472;  // few, so that persistent blocks take several pieces
+    *value = what == cudaDevAttrMultiProcessorCount ? 3 : 233472;  // few, so that a persistent block has several tiles
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
@@ -429,7 +434,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*, const cud
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-    if (std::string(name) != "cuTensorMapEncodeTiled") return cudaErrorNotSupported;  // streams that write and wait
+    if (std::string(name) != "cuTensorMapEncodeTiled") return cudaErrorNotSupported;  // such as stream memory operations
     *function = reinterpret_cast<void*>(&emulator::encode_map), *result = cudaDriverEntryPointSuccess;
     return cudaSuccess;
 }

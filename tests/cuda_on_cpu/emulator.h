@@ -1,14 +1,13 @@
-// CUDA C++ on a CPU: what the kernels of dlp use of the language, the intrinsics and the runtime.
+// CUDA C++ on a CPU: the parts of the language, the intrinsics and the runtime that the kernels of dlp use.
 //
-// A launch runs its clusters of blocks one after the other. The threads of a cluster are fibers of one thread of the CPU: each
-// runs until it waits for its block, its warp, its cluster, or bytes that are to arrive. A warp runs as far as it comes, then the
-// next one does, in an order that EMULATOR_ORDER names: "forward", "backward" or a number to shuffle by. So what a missing barrier
-// lets happen does happen, in one of the orders. Asynchronous copies arrive, and tensor cores multiply, as late as they may: when
-// somebody waits for them; bulk copies of the order "backward" arrive at once. Threads that wait for one another for ever are an
-// error.
+// A launch runs its clusters of blocks one after the other. The threads of a cluster are fibers of one thread of the CPU: a
+// fiber runs until it waits for its block, its warp, its cluster, or the bytes of a copy. A warp runs until all its threads
+// wait, then the next warp runs, in the order that EMULATOR_ORDER names: "forward", "backward", or a number that seeds a random
+// order. An error that a missing barrier allows therefore happens in one of the orders. Asynchronous copies arrive, and tensor
+// cores multiply, as late as possible: when a thread waits for them. Only in the order "backward" do bulk copies arrive at
+// once. A deadlock of threads is an error.
 //
-// Not played: memory that other GPUs write while a kernel runs, what clusters that run at once do to one another, registers, and
-// caches.
+// Not emulated: writes of other GPUs while a kernel runs, races between clusters that run concurrently, registers, and caches.
 #pragma once
 
 #include <algorithm>
@@ -30,34 +29,34 @@ namespace emulator {
 
 constexpr int kWarp = 32;
 
-// Those who wait for one another: a block or a warp. Who has left it is not waited for.
+// Threads that wait for one another: a cluster, a block or a warp. Threads that have returned are no longer members.
 struct Group {
-    int members = 0, here = 0;
-    uint32_t met = 0;  // how often
-    uint64_t given[2][kWarp];  // by the lanes of a warp, in turn
+    int members = 0, here = 0;  // `here`: the members that have arrived
+    uint32_t met = 0;  // number of completed barriers
+    uint64_t given[2][kWarp];  // values of the lanes in `gather`; two successive calls use different rows
 };
 
 struct Position {
     uint3 thread, block;
     dim3 threads, blocks;
-    unsigned cluster;  // its blocks
+    unsigned cluster;  // number of blocks in a cluster
 };
 
-extern Position position;  // of the fiber that runs
+extern Position position;  // of the current fiber
 extern Group *cluster_group, *block_group, *warp_group;
 
 void run(dim3 blocks, dim3 threads, unsigned cluster, size_t shared_bytes, const std::function<void()>& kernel);
-uint8_t* dynamic_shared();  // of the block that runs
-// The limit of dynamic shared memory of a kernel. It is never lowered, since another thread of the host may be about to launch
-// with as much as it allowed until then: false if `bytes` are less.
+uint8_t* dynamic_shared();  // of the block of the current fiber
+// Set the limit of dynamic shared memory of a kernel. Returns false if `bytes` is lower than the present limit, because another
+// host thread may be about to launch the kernel with as much memory as the limit allows.
 bool raise_shared_limit(const void* kernel, int bytes);
 bool within_shared_limit(const void* kernel, size_t bytes);
 uint32_t shared_address(const void* at);
 [[noreturn]] void fail(const char* what);  // ends the launch
-void yield();              // to the others of the block
+void yield();              // let the other threads of the cluster run
 void meet(Group& group);
 
-// What each lane of the warp gives, when all have; `given[lane]`.
+// Wait until all lanes of the warp have called; return the value `mine` of each lane, indexed by lane.
 const uint64_t* gather(uint64_t mine);
 
 template <class T>
@@ -76,27 +75,28 @@ T of_word(uint64_t word) {
 
 inline int lane() { return position.thread.x % kWarp; }
 
-// Copies that a thread has started, and waits for.
+// Asynchronous copies of a thread: start a copy; wait for all copies that this thread has started.
 void start_copy(void* to, const void* from, size_t bytes);
 void finish_copies();
 
-// Barriers in shared memory, which count arrivals, and bytes of bulk copies.
+// Barriers (mbarrier) in shared memory, which count arrivals of threads and bytes of bulk copies.
 void barrier_init(uint32_t at, int arrivals);
 void barrier_expect(uint32_t at, uint32_t bytes);
 void barrier_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t at);
 void barrier_wait(uint32_t at, uint32_t phase);
-void barrier_arrive_at(uint32_t at, uint32_t rank);  // of a block of this cluster
+void barrier_arrive_at(uint32_t at, uint32_t rank);  // barrier in block `rank` of this cluster
 
-// Barriers of a block by number, at which `count` threads arrive; who calls `named_sync` waits for the others.
+// Numbered barriers of a block, at which `count` threads arrive. Threads that call `named_sync` wait until all have arrived.
 void named_arrive(int number, int count);
 void named_sync(int number, int count);
 
-// A box of a tensor to the same place in each block of `blocks`, in the swizzle of 128 bytes.
+// Copy a box of a tensor to address `to` in each block of the bit mask `blocks`, in the 128-byte swizzle.
 void tile_copy(unsigned blocks, uint32_t to, const void* map, int x, int y, uint32_t at);
 
-// Products of warpgroups. Each thread makes its own share of them, when it waits for their group.
+// Matrix products of warpgroups (wgmma). A thread computes its part of a committed group of products when it waits for the
+// group. `count`: numbers in d, which are half as many as the columns of the product.
 template <class A>
-void product(float* d, int count, uint64_t a, uint64_t b, bool add);  // `count` numbers of d, for twice as many columns
+void product(float* d, int count, uint64_t a, uint64_t b, bool add);
 void commit_products();
 void wait_products(int pending);
 
@@ -113,7 +113,7 @@ void wait_products(int pending);
 static const uint3 &threadIdx = emulator::position.thread, &blockIdx = emulator::position.block;
 static const dim3 &blockDim = emulator::position.threads, &gridDim = emulator::position.blocks;
 
-// The runtime. Everything is on one device, and done when a call returns.
+// The runtime. There is one device, and every call is synchronous.
 
 namespace emulator {
 

@@ -1,10 +1,10 @@
-// Intrinsics and PTX as functions. Compiled without contraction: each operation is rounded by itself.
+// Intrinsics and PTX as functions. They are compiled with -ffp-contract=off, so that every operation is rounded.
 #pragma once
 
 inline void __syncthreads() { emulator::meet(*emulator::block_group); }
 inline void __syncwarp(unsigned = ~0u) { emulator::meet(*emulator::warp_group); }
 inline void __threadfence() {}
-inline void __threadfence_system() { emulator::yield(); }  // it takes long
+inline void __threadfence_system() { emulator::yield(); }  // slow, so other threads run first
 [[noreturn]] inline void __trap() { emulator::fail("a kernel trapped"); }
 
 template <class T>
@@ -87,7 +87,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
     unsigned out = 0;
     for (int i = 0; i < 4; ++i) {
         const unsigned chosen = selector >> 4 * i & 15, byte = unsigned(bytes >> 8 * (chosen & 7)) & 255u;
-        out |= (chosen & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;  // with 8: its sign, eight times
+        out |= (chosen & 8 ? (byte & 128 ? 255u : 0u) : byte) << 8 * i;  // 8: repeat the sign of the byte
     }
     return out;
 }
@@ -108,7 +108,8 @@ std::common_type_t<A, B> min(A a, B b) {
     return T(b) < T(a) ? T(b) : T(a);
 }
 
-// PTX (ISA of 9.0), each named like its instruction. `build.py` writes calls of these where the kernels have asm.
+// PTX of sm_90: one function per instruction, named like the instruction. `build.py` replaces asm in the kernels by calls of
+// these functions.
 
 namespace ptx {
 
@@ -128,13 +129,14 @@ inline uint32_t half_toward_zero(float x) {
     if (std::isnan(x)) return kNan16;
     if (std::isinf(x)) return sign | 0x7C00u;
     if (size >= 65504.0f) return sign | 0x7BFFu;
-    if (size < 0x1p-14f) return sign | uint32_t(size * 0x1p24f);  // denormal: steps of 2^-24
+    if (size < 0x1p-14f) return sign | uint32_t(size * 0x1p24f);  // a denormal, in units of 2^-24
     const uint32_t bits = __float_as_uint(size);
     return sign | ((bits >> 23) - 112) << 10 | (bits >> 13 & 0x3FFu);
 }
 inline void cvt_rz_f16x2(uint32_t& out, float high, float low) { out = half_toward_zero(high) << 16 | half_toward_zero(low); }
 
-// Halves, and bf16, without signs compare like integers. `kNan`: where numbers end.
+// Call `choose` for both 16-bit halves, with the bits of the magnitudes, which compare like integers, and the xor of the signs.
+// Magnitudes above `kInfinity` are NaN.
 template <class Choose>
 void each_half(uint32_t& out, uint32_t a, uint32_t b, Choose choose) {
     out = 0;
@@ -165,15 +167,15 @@ using emulator::barrier_arrive_at, emulator::barrier_copy, emulator::barrier_exp
 
 inline void barrier_init(uint32_t at) { emulator::barrier_init(at, 1); }
 
-// Another thread may run before a word is read again.
+// Let other threads run first, because the caller may read in a loop until another thread has written.
 inline void ld_acquire(uint32_t& out, const uint32_t* at) {
     emulator::yield();
     out = __atomic_load_n(at, __ATOMIC_ACQUIRE);
 }
 inline void st_release(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
-inline void globaltimer(uint64_t& out) { out = 0; }  // no wait times out
+inline void globaltimer(uint64_t& out) { out = 0; }  // constant, so that no wait times out
 
-// Clusters, tensor copies and products (ISA of 9.0a)
+// Clusters, tensor copies and matrix products (PTX of sm_90a)
 
 inline void cluster_rank(uint32_t& out) { out = emulator::position.block.x % emulator::position.cluster; }
 inline void cluster_sync() { emulator::meet(*emulator::cluster_group); }
@@ -193,7 +195,8 @@ inline void tile_copy_to_all(uint32_t to, const void* map, int x, int y, uint32_
 }
 inline void begin_products() {}
 
-// D += A B of a warp, A [16, 16] and B [16, 8] in bf16: lane 4 g + t holds rows g and g + 8 of A and D, and column g of B.
+// Compute D += A B for a warp, with A [16, 16] and B [16, 8] in bf16. Lane 4 g + t holds parts of rows g and g + 8 of A and D,
+// and of column g of B.
 inline void warp_product_bf16(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                               uint32_t b0, uint32_t b1) {
     const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};

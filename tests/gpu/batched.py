@@ -31,7 +31,7 @@ def slot(device: str) -> ScaleSlot:
 
 
 def _cast(quantizer: Any, x: Tensor, wanted: tuple[bool, bool], raised: float, slot: ScaleSlot) -> tuple[Any, Any]:
-    """Cast x and x.t() with amaxes that are `raised` times the amaxes of the matrices."""
+    """Cast x, x.t() or both, according to `wanted`, with `raised` times the observed amaxes."""
 
     def more(amax: Tensor | None) -> Tensor | None:
         return None if amax is None else amax * raised
@@ -45,7 +45,8 @@ def _cast(quantizer: Any, x: Tensor, wanted: tuple[bool, bool], raised: float, s
 
 
 def check_batch(quantizer: Any, dtype: torch.dtype, device: str) -> None:
-    """Cast a batch twice, with other values the second time, and compare both results with separate casts."""
+    """Cast a batch twice, the second time with other values and increased amaxes, and compare both results with separate
+    casts."""
     xs = [values("gauss", *size, dtype, seed).to(device) for seed, size in enumerate(SIZES)]
     outs = [
         _cast(quantizer, torch.zeros_like(x), asked, 1.0, slot(device)) for x, asked in zip(xs, WANTED, strict=True)

@@ -19,8 +19,8 @@ from tests.emulated import OnGpu, emulation
 
 GUARD, POISON = 256, 0xA5  # guard bytes on each side, and the value of guards and output before the kernel runs
 Allocate = Callable[..., Tensor]
-# Files that expect the bits of the reference. Under emulation CPU tensors take the code paths of GPU tensors, and have
-# other bits.
+# Test files of this folder that run with `--emulated`, because they compare with the reference. The other files need
+# a GPU, or compare with CPU tensors, which under emulation take the code paths of GPU tensors.
 EMULATED = (
     "amax cast_block cast_mxfp8 cast_nvfp4 cast_tensor codes flags gate_grads golden int4 loss producers rowwise wire"
 ).split()

@@ -1,5 +1,5 @@
-"""Causal attention on a GPU, where the queries belong to the last keys: each backend compared with masked attention in
-float64, the ops that run, compiled code, and deterministic runs."""
+"""Causal attention on a GPU, where the queries belong to the last keys. Each backend is compared with masked attention in
+float64. Other tests check the ops that run, compiled code and deterministic runs."""
 
 from __future__ import annotations
 

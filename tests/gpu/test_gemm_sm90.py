@@ -49,7 +49,7 @@ def test_it_is_the_float64_product_within_its_bound(device, poisoned, shape, whi
         target = exact + (0 if bias is None else bias.double())
         if into is not None:
             target += into.normal_().double()
-        into_takes_bias = not (adds and biased and dtype != torch.float32)  # the bias has the dtype of the result
+        into_takes_bias = not (adds and biased and dtype != torch.float32)  # an fp32 result takes no bf16 bias
         assert gemm_sm90.can_take(a.payload, b.payload, dtype, bias=bias, accumulate=into) == into_takes_bias
         if not into_takes_bias:
             continue

@@ -1,7 +1,7 @@
 """GEMMs on a GPU against the float64 product of their decoded operands: every recipe, odd sizes, bias, accumulation.
 
 Bounds, in terms of m = sum |a||b|: bf16 products are exact and fp32 sums lose less than K 2^-24 m. FP8 units of Hopper
-keep about 14 bits of what 32 products add up to: 2^-11 m is allowed with promotion to fp32 every 128 of the contraction
+keep about 14 bits of the sum of 32 products: 2^-11 m is allowed with promotion to fp32 every 128 of the contraction
 (split accumulation, and block scales), 2^-10 m without it (fast).
 """
 
@@ -141,8 +141,8 @@ def test_transposed_operands_are_taken_as_they_lie(device):
 
 
 def test_fewer_multiprocessors_give_the_same_product(device, monkeypatch):
-    """A GEMM on fewer multiprocessors is within the bound. cuBLASLt may choose another algorithm, which sums in another
-    order."""
+    """The product of a GEMM on fewer multiprocessors is within the bound, but may have other bits, because cuBLASLt may
+    choose an algorithm that sums in another order."""
     recipe = load("fp8_current")
     a, b = operands(recipe, "fprop", 1024, 1024, 1024)
     left, right = a.dequantize().double(), b.dequantize().double()

@@ -35,7 +35,7 @@ def ends(sizes: tuple[int, ...]) -> Tensor:
 
 
 def operands(sizes: tuple[int, ...], cols: int, contraction: int) -> tuple[Tensor, ...]:
-    """a, b, scale_inv of a, scale_inv of b, ends."""
+    """Return the codes a and b, scale_inv of a and of b, and the row at which the tokens of each expert end."""
     a, b = (
         torch.randn(sum(sizes), contraction, device="cuda"),
         torch.randn(len(sizes), cols, contraction, device="cuda"),
@@ -62,7 +62,7 @@ def test_the_kernel_computes_the_reference(sizes: tuple[int, ...], cols: int, co
 
 
 def results(bank: dlp.GroupedLinear, x: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-    """y, dx and dw_e."""
+    """Return y, dx and the gradient of each weight of a bank whose experts get `sizes` tokens."""
     x = x.clone().requires_grad_()
     y = bank(x, ends(sizes).cuda())
     dy = torch.arange(y.numel(), device=y.device).sin().view_as(y).to(y.dtype)
@@ -97,9 +97,9 @@ def gemms(codes: list[QuantizedTensor], weights: list[QuantizedTensor]) -> list[
 def test_times_of_grouped_gemms_beside_the_loop(
     num: int, tokens: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Print two times in milliseconds: of fprop alone, on codes with equal numbers of tokens per expert; and of forward
-    + backward of a bank, with casts and host time, where the numbers of tokens change in each call, as with a
-    router."""
+    """Print times of the grouped GEMM and of the loop in milliseconds: of fprop alone, on codes with equal numbers of tokens
+    per expert (also with a copy of the codes of w); and of forward + backward of a bank, with casts and host time, where
+    the numbers of tokens change in each call, as with a router."""
     torch.manual_seed(0)
     sizes = (tokens // num,) * num
     a, b, a_scale, b_scale, offsets = operands(sizes, n, k)

@@ -45,7 +45,8 @@ def large(device: str) -> Iterator[Tensor]:
 
 
 def last(q: Any, columnwise: bool) -> list[Tensor]:
-    """The parts of an operand for the last rows of the matrix, or for the last columns of a columnwise operand."""
+    """Return the parts of the operand q that belong to the last rows of the matrix. In a columnwise operand these rows are
+    the last columns."""
     parts = []
     for part, dim in zip(q.parts, q.format.moves[int(columnwise)], strict=True):
         size = 0 if dim is None else LAST * part.shape[dim] // ROWS
@@ -116,7 +117,8 @@ def test_what_is_made_of_rows_of_more_than_2_to_the_31_elements(large, name):
 
 
 def test_sums_of_more_than_2_to_the_31_elements(large):
-    """Sums of columns, and the gradient of a norm's weight. The order of summation depends on the number of rows."""
+    """Sums of columns, and the gradient of a norm's weight. The summed rows before the last ones are 0, because the
+    order of summation depends on the number of rows."""
     sparse, tail = torch.zeros_like(large), large[-LAST:].contiguous()
     sparse[-LAST:] = tail
     assert_bit_equal(ops.column_sums(sparse).cpu(), ops.column_sums(tail).cpu(), "sums of columns")

@@ -16,7 +16,7 @@ SHAPES = [(1, 8), (3, 128), (5, 300), (2, 3, 129), (64, 4096), (7, 1)]
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Gaussian values with an outlier, zeros, tiny values and, in some blocks, NaN and Inf."""
+    """Gaussian values with outliers and a row of tiny values; large tensors also have a block of zeros, and NaN and Inf."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     flat = x.view(-1)
     flat[:: max(1, flat.numel() // 5)] *= 1e6

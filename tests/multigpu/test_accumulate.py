@@ -1,5 +1,5 @@
 """Gradient accumulation under FSDP: both settings of `reduce_gradients` (after each microbatch, or once per step) give
-equal losses, and store and send the planned bytes."""
+losses that are equal within rounding, and store and send the planned bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WAYS = ("step", "microbatch")
 
 
 def whole_gradients(model: nn.Module) -> Iterator[int]:
-    """Yield, for each parameter of FSDP, the bytes of its unsharded gradient; 0 if there is none."""
+    """Yield, for each parameter that FSDP manages, the bytes of its unsharded gradient; 0 if there is none."""
     for module in model.modules():
         for param in fsdp._fsdp_params(module) if isinstance(module, torch.distributed.fsdp.FSDPModule) else ():
             kept = param.unsharded_accumulated_grad
@@ -69,8 +69,8 @@ def both_ways(ranks, tmp_path, data, world, options):
     ("world", "options"), [(2, CASES[2]), nightly(4, CASES[4]), nightly(2, REPLICAS)], ids=["fsdp", "tp", "replicas"]
 )
 def test_both_ways_train_alike_and_keep_what_was_said(ranks, tmp_path, data, world, options):
-    """The two settings differ only by the order of additions: the first loss is equal, and after two updates losses
-    differ by 1e-6 in fp32, and by 1e-3 where weights are rounded to bf16 and quantized."""
+    """The two settings differ only by the order of additions, so the first losses are equal. The relative difference of
+    later losses is at most 1e-6 in fp32, and 1e-3 if weights are rounded to bf16 and quantized."""
     most = 1e-6 if "--train.dtype=fp32" in options else 1e-3
     found = both_ways(ranks, tmp_path, data, world, options)
     for (step, whole, asked), (each, none, decided) in zip(*found.values(), strict=True):

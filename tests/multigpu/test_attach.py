@@ -114,8 +114,9 @@ def test_an_optimizer_from_before_convert_is_refused(ranks):
 
 
 def stale_in_part(by: str) -> str:
-    """Message of `dlp.attach` about an optimizer that was created after `dlp.fully_shard` of one layer and before
-    `fully_shard` of the model, which replaces the other parameters. `by`: the library that shards the model."""
+    """Return the message of `dlp.attach` ("" if there is none) for an optimizer that was created after `dlp.fully_shard` of
+    one layer, and before `fully_shard` of the model replaces the parameters of the other layer. `by`: the library whose
+    `fully_shard` shards the model, "dlp" or "torch"; "nothing": the model is not sharded."""
     torch.manual_seed(0)
     model, mesh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(worker.device()), worker.mesh(tp=1)
     dlp.convert(model, [], mesh)
@@ -304,8 +305,8 @@ def test_weights_are_cast_before_each_evaluation_of_a_closure():
 
 def forgotten_norm(closure: bool, zero: bool, steps: int) -> str:
     """Train a model whose q_norm reads features that tp shards, although no layer group declares this; return the first
-    error and its step. `zero`: the weight of o is initially zero, so that the gradients of q and q_norm are zero in the
-    first step."""
+    error and its step. `closure`: the optimizer calls forward and backward as its closure. `zero`: the weight of o is
+    initially zero, so that the gradients of q and q_norm are zero in the first step."""
     torch.manual_seed(3)
     model = Attention()
     for parameter in model.parameters():
@@ -342,7 +343,8 @@ def test_replicas_are_looked_at_when_they_first_have_gradients(ranks, closure, z
 
 
 def drifted() -> tuple[str, str]:
-    """Results of `dlp.state_dict` with equal replicas, and after one replica has changed."""
+    """Return the number of tensors in `dlp.state_dict`, or its error, with equal replicas and after one replica has
+    changed."""
     model, mesh = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)).to(worker.device()), worker.mesh(tp=2)
     dlp.convert(model, [], mesh)
     said = []

@@ -159,8 +159,8 @@ def test_a_compiled_layer_says_that_it_cannot_be_reached():
 
 
 def with_groups() -> list[tuple[float, int]]:
-    """Run a region with an amax group of both ranks, and a region with one group per rank. Return the scale of x, and
-    the number of all-reduces of the region."""
+    """Run a region with an amax group of both ranks, and a region with one group per rank. Return, for each
+    region, the scale of x and the number of all-reduces."""
     groups = [dist.group.WORLD, [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]]
     found = []
     for group in groups:

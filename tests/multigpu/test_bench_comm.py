@@ -1,4 +1,5 @@
-"""The benchmark of collectives runs, and reports the number of bytes that a gather moves."""
+"""The benchmarks of collectives, of overlapped operators and of tensor-parallel layers run, and the benchmark of
+collectives reports the number of bytes that a gather moves."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from tests.shared_slot import SharedSlot
 
 pytestmark = pytest.mark.slow
 
-# largest gathered bytes, relative to bf16, with 8192 features
+# Largest gathered bytes, relative to bf16, with 8192 features
 MOST = {
     "fp8_current": 0.501,
     "fp8_delayed": 0.501,
@@ -90,8 +91,8 @@ def test_every_kind_runs(ranks):
 
 
 def sums_through_memory() -> list[Line]:
-    """Measure the sums of each wire format, by collectives and through mapped memory; the benchmark compares the bits
-    of both."""
+    """Check that sums through mapped memory have the bits of collectives in each wire format; return the lines of the
+    benchmark that measures both."""
     here = bench()
     group = here.mesh.get_group()
     if worker.device().type == "cpu":

@@ -1,4 +1,4 @@
-"""Checkpoints on 2 and 4 ranks.
+"""Checkpoints on 1, 2 and 4 ranks.
 
 Resumed runs have the bits of uninterrupted runs, other meshes load the same full tensors, checkpoints of another config
 are refused, and earlier checkpoints survive every failure.
@@ -47,7 +47,7 @@ def folder(config: Config) -> Path:
 
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the run that `finished` copies."""
+    """Return the folder in which `finished` trains the run that it copies."""
     return tmp_path_factory.mktemp("once")
 
 
@@ -109,7 +109,7 @@ def interrupted(config: Config, steps: int) -> None:
 
 
 def restored(config: Config) -> dict[str, torch.Tensor]:
-    """Every tensor that the newest checkpoint restores, unsharded, by name."""
+    """Return every tensor that the newest checkpoint restores, unsharded, by name."""
     trainer, done = training.trainer(config)
     assert done > 0
     flat = {}
@@ -401,8 +401,8 @@ class FullDisk:
 
 
 def save_without_room(config: Config) -> list[str]:
-    """Save three times, each time on a disk that becomes full while one file is written: the tensors of rank 1, the index,
-    the manifest. Return the errors."""
+    """Save a complete checkpoint; then save three times on a disk that becomes full while one file is written: the tensors
+    of rank 1, the index, the manifest. Return the three errors."""
     trainer, _ = training.trainer(config)
     trainer.train_step(0)
     trainer.save(1)
@@ -440,7 +440,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(ranks, tmp_path, data):
 
 
 def saved_apart(config: Config) -> str:
-    """Save on ranks that have separate disks."""
+    """Return the error of a save on ranks that have separate disks, which separate folders simulate."""
     trainer, _ = training.trainer(config)
     with pytest.raises(save_load.SaveError) as caught:
         save_load.save(Path(config.run.dir, f"rank{dist.get_rank()}"), 1, trainer.state, keep=1)
@@ -458,7 +458,7 @@ def test_files_that_do_not_reach_rank_0_are_no_checkpoint(ranks, tmp_path, data)
 
 
 def rng_after(config: Config) -> list[float]:
-    """Return two random draws: directly after the checkpoint was written or read, and after the first draw."""
+    """Save a checkpoint, or resume from it; return the next two random numbers that this rank draws."""
     trainer, done = training.trainer(config)
     if not done:
         trainer.train_step(0)
@@ -539,7 +539,7 @@ def test_a_line_of_the_metrics_that_is_no_record_is_named_before_the_run_goes_on
 
 
 def unread(config: Config) -> str:
-    """The message about a file that could not be read, which all ranks raise."""
+    """Return the file that the IsADirectoryError of this rank names, if a run cannot read a file."""
     with pytest.raises(IsADirectoryError) as caught:
         training.trainer(config)
     return str(caught.value.filename)
@@ -553,7 +553,7 @@ def test_only_the_newest_are_kept(ranks, tmp_path, data):
 
 
 def content(run: Path) -> dict[str, bytes]:
-    """All files in the run's folder except the lock."""
+    """Return the bytes of each file in the run's folder except the lock, by path."""
     return {str(path): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != ".lock"}
 
 
@@ -606,7 +606,7 @@ def test_another_runs_checkpoint_begins_a_lineage_and_leaves_the_other(ranks, tm
 
 
 def apart(config: Config) -> str:
-    """The refusal of ranks that have separate disks."""
+    """Return the error with which a run refuses to start on ranks that have separate disks."""
     own = replace(config, run=replace(config.run, dir=f"{config.run.dir}{dist.get_rank()}"))
     with pytest.raises(ValueError) as caught:
         training.trainer(own)
@@ -628,7 +628,7 @@ TAKE = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a+'), fcntl.LOCK_EX | 
 
 
 def second(config: Config) -> str:
-    """Error of another process that requests the lock of an active run."""
+    """Return, on rank 0, the error output of another process that requests the lock of an active run; "" on other ranks."""
     trainer, _ = training.trainer(config)
     if not trainer.run.leader:
         return ""
@@ -649,7 +649,7 @@ def test_a_run_holds_its_folder_while_it_lasts(ranks, tmp_path, data, more):
 
 
 def no_room(config: Config, name: str) -> str:
-    """The refusal if the disk has no space for the named file."""
+    """Return the error of a run that cannot start because the disk has no space for the named file."""
     opened = Path.open
 
     def full_open(self: Path, mode: str = "r", *given: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Collectives over parts: every gather is one collective and moves bytes unchanged, and every sum is the fp32 sum in
+"""Collectives over parts: a gather moves bytes unchanged, in one collective with NCCL, and every sum is the fp32 sum in
 rank order.
 
 The tests run on 1, 2 and 4 ranks. The expected values are computed from the seeds of all ranks, without collectives.
@@ -24,7 +24,7 @@ GATHERED = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn, tor
 
 
 def of_rank(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the input tensor of `rank`: random bits, so that a byte in the wrong position is detected."""
+    """Return the input tensor of `rank`: random values, so that a byte in the wrong position is detected."""
     generator = torch.Generator().manual_seed(100 + rank)
     if dtype.itemsize == 1:
         return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype)
@@ -133,7 +133,8 @@ def test_sums_are_fp32_in_rank_order_rounded_once(ranks, world, dtype):
 
 @pytest.mark.ranks(4)
 def test_the_order_of_a_sum_can_be_seen_in_its_bits():
-    """Sums in another order have other bits. Otherwise equality with the expected sum would not test the order."""
+    """Sums in another order, or rounded after each addition, have other bits. If they had equal bits, the comparison
+    with the expected sum would not test the order."""
     parts = [of_rank(rank, (32, 33), torch.float32) for rank in range(4)]
     assert bit_difference(parts[3] + parts[2] + parts[1] + parts[0], summed(4, (32, 33), torch.float32))
     rounded = parts[0].bfloat16() + parts[1].bfloat16() + parts[2].bfloat16() + parts[3].bfloat16()
@@ -209,7 +210,8 @@ def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[s
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_sum_is_one_launch_and_so_is_an_exchange_of_several_parts(ranks, world):
-    """A sum of one part, and an exchange of several parts, is one launch. An all-reduce has an additional gather."""
+    """On several ranks a sum of one part, and an exchange of several parts, is one launch, and an all-reduce has an
+    additional gather. On one rank nothing is launched."""
     for rank, (scattered, reduced, exchanged, names) in enumerate(ranks(world).run(sum_several)):
         for i, (shape, dtype) in enumerate(MIXED[:3]):
             whole = (world * shape[0], *shape[1:])
@@ -266,8 +268,8 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def start_collective(kind: str, step: int, shared: Tensor) -> Callable[[], bool]:
-    """Start a collective on `shared` [R, R, 3], which holds the input of this operation. The returned function waits,
-    and returns whether the result is correct."""
+    """Write the input of operation `step` into `shared` [R, R, 3], and start a collective that reads it. The returned
+    function waits, and returns whether the result is correct."""
     world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     own = value(rank, step, (world, 3)).to(shared.device)
     everything = of_all(step, (world, 3))
@@ -287,8 +289,8 @@ def start_collective(kind: str, step: int, shared: Tensor) -> Callable[[], bool]
 
 
 def random_collectives(seed: int, steps: int) -> list[bool]:
-    """Run random collectives on three buffers in turn. A buffer is written again after the collective that reads it has
-    finished."""
+    """Start `steps` random collectives, each on a random one of three buffers; return whether each result is correct. A
+    buffer is written again only after the collective that reads it has finished."""
     draw, world = random.Random(seed), dist.get_world_size()
     buffers = [torch.zeros(world, world, 3, device=worker.device()) for _ in range(3)]
     pending: dict[int, Callable[[], bool]] = {}

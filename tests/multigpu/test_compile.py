@@ -61,7 +61,8 @@ def results(module: nn.Module, model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def graph_of(module: nn.Module, x: Tensor) -> tuple[Any, list[str]]:
-    """Compile and run a module; return the module and the names of dlp's ops in the forward and backward graphs."""
+    """Return the module, which compiles when it is called, and a list to which compilation appends the names of dlp's ops
+    in the forward and backward graphs."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -145,8 +146,8 @@ PLAIN_CODE = {
 
 @torch._inductor.config.patch(PLAIN_CODE)
 def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
-    """Errors of a compiled model (compiled block by block without graph breaks, or with `whole` as one function with
-    graph breaks), and the number of graphs."""
+    """Return the relative differences of y, dx and the gradients of a compiled model from the eager model, and the number
+    of graphs. The blocks are compiled one by one without graph breaks, or with `whole` the model with graph breaks."""
     world = dist.get_world_size()
     mesh = worker.mesh(tp=world)
     torch.manual_seed(0)
@@ -173,8 +174,8 @@ def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
     ],
 )
 def test_a_converted_model_compiles(ranks, backend, whole, world):
-    """With aot_eager, bits are equal. Inductor sums norms in another order, and another last bit of x may change a
-    code."""
+    """With aot_eager, bits are equal. Inductor sums norms in another order, so that x may have other last bits, which may
+    change a code."""
     for errors, graphs in ranks(world).run(compiled_conversion, backend, whole):
         assert max(errors) <= (0 if backend == "aot_eager" else 0.02), errors
         assert whole or graphs == 1, "equal blocks share a graph"
@@ -249,7 +250,7 @@ def test_a_target_outside_of_the_vocabulary_makes_a_compiled_loss_nan(ranks):
 
 
 def moved(kind: type[ops.BasicOperation], fullgraph: bool) -> list[Tensor]:
-    """y and dx of an op that changes the layout of a tensor between two linears."""
+    """Return y and dx of a sequence of a linear, GELU, an op that communicates (`kind`), and GELU."""
     torch.manual_seed(0)
     rows = (1, 2) if kind is ops.AllGather else (2, 1) if kind is ops.ReduceScatter else (1, 1)
     model = ops.Sequential(ops.Linear(HIDDEN, HIDDEN), ops.GELU(), kind(dist.group.WORLD), ops.GELU())
@@ -323,7 +324,8 @@ def test_a_block_that_torch_would_no_longer_compile_ends_the_run(ranks, tmp_path
 
 
 def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int) -> None:
-    """torch.library.opcheck on both ops: schema, aliasing, and the shapes of the fake versions."""
+    """Run torch.library.opcheck on both ops: schema, aliasing, and the shapes of the fake versions. Backward is checked
+    without schema and aliasing if forward saves FP8 parts."""
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
     layer = style(
         HIDDEN, features, True, tp=tp, sequence_parallel=sequence_parallel, recipe=recipe, device=worker.device(),
@@ -345,7 +347,7 @@ def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, feature
 
 
 COLUMN, ROW = ColumnParallelLinear, RowParallelLinear
-OPS = [  # each style in two recipes, one of which has parts that opcheck cannot compare; mxfp8 with partial blocks
+OPS = [  # each style, with and without token shards, in at least two recipes; mxfp8 with partial blocks
     (Linear, False, "bf16", 64), (Linear, False, "mxfp8", 40), (COLUMN, False, "fp8_current", 64),
     (COLUMN, False, "mxfp8", 40), (COLUMN, True, "bf16", 64), (COLUMN, True, "mxfp8", 40), (ROW, False, "bf16", 64),
     (ROW, False, "fp8_current", 64), (ROW, True, "fp8_current", 64), (ROW, True, "mxfp8", 40), (Linear, False, "qat", 64),

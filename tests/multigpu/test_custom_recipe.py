@@ -68,7 +68,8 @@ def trained(recipe: str, sizes: dict[str, int], fsdp: bool) -> tuple[dict[str, T
 
 
 def mixed(role: str, layer: str) -> Any:
-    """Recipe with per-tensor FP8 in the first block, delayed scaling in the second block, and rounded dx in both."""
+    """Return the quantizer of a role: current scaling in the first block, delayed scaling in the second block, and E5M2
+    rounding of dx in both."""
     if role == "linear_grad_input":
         return CurrentScaling("e5m2")
     if role not in OPERANDS:
@@ -97,8 +98,8 @@ def test_a_custom_recipe_trains_under_tp_sp_and_fsdp_as_on_one_rank(ranks, recip
 
 
 def travelling(recipe: Any, tokens: int) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Train both sequence-parallel styles on 2 ranks and on one; return the differences of gradients, the notes of the
-    plan, and the launched collectives."""
+    """Run forward and backward of both sequence-parallel styles on 2 ranks and on one; return the relative differences of
+    y, dx and dw, the notes of the plan, and the launched collectives."""
     tp = worker.mesh(tp=2)["tp"]
     device = worker.device()
     x, w, dy = (matrix("gauss", rows, 64, seed).to(device) for rows, seed in ((tokens, 1), (64, 2), (tokens, 3)))

@@ -1,7 +1,7 @@
 """Delayed scaling in layers and models: when scales change, which amaxes they depend on, and checkpoints.
 
-Most tests need no ranks, because an explicitly constructed layer has its own table of scales. The other tests run a
-small converted network on 2 and 4 ranks.
+Most tests need no ranks, because an explicitly constructed layer has its own table of scales. The other tests run
+on 1, 2 and 4 ranks, most of them with a small converted network.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def layer(**options: Any) -> Linear:
 
 
 def scales(module: nn.Module) -> dict[str, float]:
-    """The delayed scales of the layers of a module, by name."""
+    """Return the delayed scales of the linears in a module, by name."""
     found = {}
     for core in (each.core for each in module.modules() if isinstance(each, Linear)):
         table = core.session.scaling.table
@@ -110,7 +110,7 @@ def test_recomputation_quantizes_alike_and_counts_once(reentrant):
 
 
 class Branches(nn.Module):
-    """Two layers, one of which does not run in every step."""
+    """Two layers, only one of which runs in a forward: b if `use_b`, else a."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def test_slots_are_equal_on_all_ranks_after_one_all_reduce_and_close_to_those_of
             for key, tensor in of_ranks[0][0].items():
                 assert_bit_equal(state[key], tensor, key)
         for key, tensor in of_ranks[0][0].items():
-            # The test multiplies the loss by dp_shard, because FSDP averages gradients; this multiplies dy
+            # With dp_shard the scales of dy differ: `train` multiplies the loss by dp_shard for FSDP's average
             if key.startswith("slots.") and (".dy." not in key or "dp_shard" not in sizes):
                 assert torch.allclose(tensor, one[key], rtol=0.03), f"{sizes} {key}: {tensor} {one[key]}"
 
@@ -295,7 +295,7 @@ def test_layers_that_run_on_some_ranks_hang_nobody(ranks):
 def save_with(sizes: dict[str, int], group: str) -> dict[str, Tensor]:
     mesh = worker.mesh(**sizes)
     model = net(SHORT, mesh, amax_group=group)
-    model.optimizer.param_groups[0]["lr"] = 0.0  # without FSDP ranks of dp_shard would diverge if weights changed
+    model.optimizer.param_groups[0]["lr"] = 0.0  # because ranks of dp_shard would diverge without FSDP
     train(model, mesh, range(3))
     return dlp.state_dict(model)
 

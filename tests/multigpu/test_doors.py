@@ -137,7 +137,7 @@ TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
 
 
 def through_all_doors() -> list[str]:
-    """Return a description of each case that an entry point does not refuse with the expected message."""
+    """Return a description of each case of TABLE that an entry point does not refuse with the expected message."""
     wrong = []
     for change, recipe, doors, said in TABLE:
         for door in doors:

@@ -28,7 +28,8 @@ ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 4e-3}
 
 
 class Loss(NamedTuple):
-    """The loss, this rank's shard of the gradient [M, V], and both results of torch."""
+    """The loss and the loss of torch; the relative error of this rank's shard of the gradient [M, V], compared with
+    torch, and the dtype of this shard."""
 
     value: float
     expected: float
@@ -192,7 +193,8 @@ def test_a_gpu_refuses_them_one_call_late(ranks):
 
 
 def ignored_rows(z_loss: float) -> tuple[float, float, Tensor, Tensor]:
-    """Loss and gradient with NaN logits in ignored rows, and the results of torch on the other rows alone."""
+    """Return the loss with NaN and Inf logits in ignored rows, the loss of torch on the other rows alone, and this rank's
+    shards of both gradients."""
     logits, targets = logits_and_targets(9, torch.float32)
     targets[targets == IGNORED] = 7
     logits[targets == 7] = torch.nan
@@ -272,8 +274,8 @@ def test_fp32_logits_exist_for_a_chunk_only(ranks, device_type):
 
 
 class Embedded(NamedTuple):
-    """Output and weight gradient of the vocabulary-parallel embedding, and of torch with the same rows and
-    vocabulary."""
+    """Output and weight gradient of the vocabulary-parallel embedding on this rank, and the corresponding rows of torch's
+    output and gradient."""
 
     y: Tensor
     expected_y: Tensor

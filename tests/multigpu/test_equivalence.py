@@ -2,7 +2,7 @@
 the losses.
 
 The model has biases, so that the backward needs every kind of gradient sum over ranks. The last tests remove one kind
-of sum each, and require that the comparison fails.
+of sum each, or the agreement on amaxes, and require that the comparison fails.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ BATCH, SEQUENCE, STEPS, FEW = 4, 32, 8, 2
 
 
 class Kind(NamedTuple):
-    """Recipe and dtype of a comparison, and the allowed differences from one rank: gradients (relative Frobenius error)
-    and losses (nats)."""
+    """Dtype, recipe and amax group of a comparison, the allowed differences from one rank in gradients (relative
+    Frobenius error) and losses (nats), whether the model is fused, and the model family."""
 
     dtype: torch.dtype
     recipe: str
@@ -105,9 +105,9 @@ ONE = Layout()
 # The layout that is compared over all steps; other layouts run a few steps
 LONG = Layout(tp=2, dp_shard=2, sequence_parallel=True)
 EVERY_KIND = [Layout(tp=2, sequence_parallel=True)]
-# Layout -> kinds that run with `--all-cases`. fp32 has the strictest bounds. The fused model also sums gradients of
-# unsharded tokens; with the amax group "world" (fp8_world) more ranks share scales than necessary. test_linear.py,
-# test_fsdp_gather.py and test_hsdp.py check that gathers and sums keep the bits of fp8.
+# Layout -> kinds that run with `--all-cases`; fp32 and fp8 if the layout is not listed. fp32 has the strictest bounds. The
+# fused model also sums gradients of unsharded tokens; with the amax group "world" (fp8_world) more ranks share scales
+# than necessary. test_linear.py, test_fsdp_gather.py and test_hsdp.py check that gathers and sums keep the bits of fp8.
 KINDS_OF = {
     Layout(tp=2): ("fp32", "fp8", "fused"),
     Layout(tp=4, sequence_parallel=True): ("fp32",),
@@ -141,7 +141,7 @@ def runs(layout: Layout, kind: str) -> bool:
 
 
 def initial(name: str, shape: torch.Size) -> Tensor:
-    """The full initial value of a parameter, which depends only on the name."""
+    """Return the full initial value of a parameter, which depends only on the name and the full shape."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)
     if name.endswith("norm.weight"):
@@ -150,7 +150,7 @@ def initial(name: str, shape: torch.Size) -> Tensor:
 
 
 def llama(kind: str) -> Llama:
-    """The model with biases, on the meta device."""
+    """Return the unconverted model with biases, on the meta device."""
     with torch.device("meta"):
         model = Llama(replace(CONFIG, fused=KINDS[kind].fused, family=KINDS[kind].family), KINDS[kind].dtype)
         for module in model.model.layers.modules():
@@ -186,7 +186,7 @@ def build(layout: Layout, kind: str) -> tuple[nn.Module, Any]:
 
 
 def batches(layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's tokens and targets [B, S], one microbatch per step."""
+    """Yield this rank's tokens and targets [B, S] of each step, one microbatch per step."""
     generator = torch.Generator().manual_seed(5)
     dp = layout.dp_replicate * layout.dp_shard
     for _ in range(STEPS):
@@ -221,7 +221,7 @@ def train(layout: Layout, kind: str, mutation: str = "none", steps: int = STEPS)
 
 
 def train_plain() -> Run:
-    """Run one fp32 step of the unconverted model, without dlp."""
+    """Run one forward and backward of the unconverted fp32 model, without dlp."""
     model = llama("fp32")
     materialise(model)
     x, targets = next(batches(ONE))

@@ -12,7 +12,7 @@ from tests import pool as worker
 
 def counted(sequence_parallel: bool) -> tuple[int, int, int]:
     """Counted FLOPs of a column and a row layer on this rank: of a forward, of its backward, and of a backward whose
-    forward ran outside of the counter."""
+    forward ran without a counter."""
     tp = worker.mesh(tp=2)["tp"]
     options = {"tp": tp, "sequence_parallel": sequence_parallel, "recipe": "fp8_current", "device": worker.device()}
     up, down = dlp.ColumnParallelLinear(64, (128, 64), **options), dlp.RowParallelLinear(128, 64, **options)

@@ -82,7 +82,7 @@ def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
     assert_bit_equal(again(x), y, "tp")
 
 
-# Cases without `--all-cases`: each granularity of scales except rows, and each mode
+# Cases without `--all-cases`: scales of tensors, tiles, blocks and rows, and each mode
 CHOSEN = [("fp8_current", "static"), ("fp8_block", "dynamic"), ("nvfp4", "weight_only"), ("int8", "static")]
 
 
@@ -116,8 +116,8 @@ def test_static_scales_of_y_are_those_of_the_unsharded_y(ranks):
 
 @torch.no_grad()
 def on_both_axes(recipe: str) -> list[str]:
-    """Shard weights over tp and then by FSDP. Return the names of tensors whose codes differ from the codes of the
-    unsharded weights, before or after a load; the model also has a plain parameter with unequal shards."""
+    """Shard quantized weights over tp and then by FSDP. Return the names of tensors whose codes differ from the codes of
+    the unsharded weights, before or after a load of these codes over other codes."""
     mesh, wrong = worker.mesh(tp=2, dp_shard=2), []
     whole = dlp.quantized_state_dict(dlp.quantize_(net(WIDTH), recipe))
 

@@ -41,7 +41,7 @@ class Mixer(nn.Module):
 
 
 class Zoo(nn.Module):
-    """Various modules, x [B, S] -> [B, S, SIZE]. One linear has two names."""
+    """Various modules: tokens [B, S] -> [B, S, SIZE]. One linear has two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,8 @@ def test_a_module_that_reads_another_ones_weight_is_named(ranks):
 
 
 def kept() -> dict[str, Any]:
-    """Return which hooks, attributes and objects of a linear and an embedding still exist after conversion."""
+    """Return which hooks, attributes and objects of a linear and an embedding still exist after conversion, and the
+    shapes of their weight shards."""
     model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE), "up": nn.Linear(SIZE, SIZE)}).to(worker.device())
     called: list[str] = []
     up, table = model["up"], model["table"]
@@ -161,7 +162,9 @@ def test_hooks_and_attributes_stay(ranks):
 
 
 def initialised(way: str) -> tuple[dict[str, Tensor], bool]:
-    """Allocate a meta model and initialize it with user code. Ranks draw different random numbers."""
+    """Allocate a converted meta model and initialize it. `way`: "apply": a function for each class, with equal random
+    states on all ranks; "reset": `reset_parameters`, with another random state on each rank. Return the unsharded
+    parameters, and whether a layer that tp does not shard has no NaN."""
     with torch.device("meta"):
         model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE, PAD), "up": nn.Linear(SIZE, SIZE)})
         model["local"] = nn.Linear(SIZE, SIZE)
@@ -261,7 +264,8 @@ def test_layers_made_by_hand_join_a_converted_model(ranks):
 
 
 def refused() -> list[str]:
-    """Messages of conversion about explicitly constructed layers in another style, parts of models, and FSDP modules."""
+    """Return the messages of conversion about explicitly constructed layers in another style, with other token shards or
+    on another mesh, a model with a converted part, a part of a converted model, an FSDP module, and an attached model."""
     mesh, column = worker.mesh(tp=2), {"name": "column", "match": "both", "style": "column"}
     part, within = (nn.ModuleDict({"part": nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))}) for _ in range(2))
     dlp.convert(part["part"], [], mesh)
@@ -307,7 +311,7 @@ def test_what_is_parallel_already_is_refused_by_name(ranks):
 
 
 class Pretrained(nn.Module):
-    """Model with the attributes of Hugging Face models, two tied weights and a buffer."""
+    """Model with `save_pretrained`, as in Hugging Face models, two tied weights and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,8 +325,8 @@ class Pretrained(nn.Module):
 
 
 def saved() -> tuple[bool, bool, bool]:
-    """Whether this rank wrote files, whether the files have the right values, and whether tied weights are one
-    tensor."""
+    """Return whether `save_pretrained` would write files on this rank, whether its state dict has the full values, and
+    whether tied weights are one tensor in it."""
     before = Pretrained().state_dict()
     model = Pretrained().to(worker.device())
     dlp.convert(model, [{"name": "cut", "match": ["table", "head"], "style": "column"}], worker.mesh(tp=2))
@@ -337,7 +341,7 @@ def test_save_pretrained_writes_whole_tensors(ranks):
 
 
 def test_an_untied_head_is_not_saved_under_a_tied_configuration(monkeypatch):
-    """A program that loads the folder would use the embedding as the head."""
+    """The save is refused, because a program that loads the folder would use the embedding as the head."""
     model = Pretrained()
     model.config = SimpleNamespace(tie_word_embeddings=True)
     model.get_input_embeddings, model.get_output_embeddings = lambda: model.table, lambda: model.head
@@ -423,8 +427,8 @@ def test_who_reads_a_parameter_and_passes_it_on_is_named(ranks):
 
 
 def loaded_whole() -> list[bool]:
-    """Whether plain unsharded tensors load into all kinds of modules, with tp, also with FSDP, before and after
-    `dlp.attach`."""
+    """Return whether each plain unsharded tensor loads into a converted model with all kinds of modules: with tp, and
+    with tp and FSDP after `dlp.attach`."""
     found = []
     for fsdp in (False, True):
         torch.manual_seed(3)
@@ -457,7 +461,7 @@ def test_whole_plain_tensors_are_loaded(ranks):
 
 
 def with_a_head() -> list[str]:
-    """Log lines of models with a head that is added before or after conversion."""
+    """Return the notes of two models after two forwards: with a head added after conversion, and before."""
     said = []
     for late in (True, False):
         model, head = nn.Sequential(nn.Linear(SIZE, SIZE)).to(worker.device()), nn.Linear(SIZE, 4).to(worker.device())
@@ -483,8 +487,8 @@ def test_a_head_that_was_added_is_named_with_what_will_fail(ranks):
 
 
 def clipped(mesh: Any) -> tuple[list[float], list[Tensor], str]:
-    """Norms and clipped gradients of a model whose parameters are DTensors, except in a plain head; and the error of
-    torch's clip function. mesh: None runs the model in plain torch."""
+    """Return the norms and the clipped gradients of a model whose parameters are DTensors, except in a plain head; and
+    the error of torch's clip function. mesh: None: run the model in plain torch, without an error."""
     torch.manual_seed(4)
     model, head = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), nn.Linear(SIZE, 4)
     model, head = model.to(worker.device()), head.to(worker.device())

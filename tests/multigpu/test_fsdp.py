@@ -88,7 +88,7 @@ def test_initial_weights_are_the_same_on_every_mesh(ranks, axes, world, tied):
 
 
 def two_steps(axes: dict[str, int], sequence_parallel: bool) -> list[Tensor]:
-    """The unsharded parameters after two steps on the same four sequences."""
+    """Return the unsharded parameters after two steps on the same four sequences."""
     model, mesh = sharded(ODD, axes, sequence_parallel=sequence_parallel)
     dp = axes["dp_shard"] * axes.get("dp_replicate", 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,7 +96,7 @@ def two_steps(axes: dict[str, int], sequence_parallel: bool) -> list[Tensor]:
     text = torch.randint(0, ODD.vocab, (4, 9), generator=torch.Generator().manual_seed(1)).to(worker.device())
     mine = text.chunk(dp)[dist.get_rank() // axes["tp"]]
     for _ in range(2):
-        # 2 sequences per microbatch; with 4 ranks, each rank has one sequence
+        # Two sequences per microbatch; with 4 data-parallel ranks, each rank has one sequence
         for tokens in mine.split(2) if dp < 4 else [mine]:
             loss = dlp.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:].reshape(-1), mesh) / 32
             (loss * dp).backward()
@@ -167,8 +167,8 @@ class Casts:
 
 
 def casts_per_step(under_fsdp: bool) -> list[int]:
-    """Number of casts of weights in the forwards and backwards of a step with three microbatches, and in the step
-    boundary, for two steps."""
+    """Return, for each of two steps, the number of casts of weights in the forwards and backwards of three microbatches,
+    and in the step boundary."""
     mesh = worker.mesh(tp=1, dp_shard=dist.get_world_size())
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).to(worker.device())
     dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)
@@ -197,7 +197,7 @@ def test_weights_are_cast_once_per_step(ranks):
 
 
 def after_loading() -> tuple[Tensor, Tensor, Tensor]:
-    """Load other weights after weights were cast; return y, and y of a new model with the loaded weights."""
+    """Load other weights after weights were cast; return y before and after the load, and y of the model that was loaded."""
     mesh = worker.mesh(tp=dist.get_world_size())
 
     def make(seed: int) -> nn.Module:
@@ -225,8 +225,8 @@ def test_loaded_weights_replace_cached_operands(ranks):
 
 
 def casts_of_one_shard(weight_cache: str) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """Train the model of the README. Return the number of weight casts in forwards and backwards by step, the losses,
-    and the losses of the model without FSDP."""
+    """Train the model of the README with FSDP, dp_shard = 1, and without. Return the number of weight casts in forwards and
+    backwards of each step with FSDP, the losses with FSDP, and the losses without."""
     losses: dict[bool, list[Tensor]] = {}
     counts = []
     for sharded in (False, True):

@@ -87,8 +87,8 @@ def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world
 
 
 def spoil(model: Net, how: str, rank: int) -> None:
-    """Give shards different amaxes, by random factors per row that grow with the rank; then set the shard of rank 1 to
-    zero, or put a NaN in the shard of rank 0."""
+    """Give shards different amaxes, by random factors per row that grow with the rank; then, if `how` says so,
+    set the shard of rank 1 to zero, or put a NaN in the shard of rank 0."""
     for parameter in model.parameters():
         local = parameter.to_local()
         local.mul_((1 + rank * torch.rand(local.shape[:1], device=local.device)).view(-1, *[1] * (local.dim() - 1)))
@@ -99,7 +99,8 @@ def spoil(model: Net, how: str, rank: int) -> None:
 
 
 def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
-    """Compare the operands that forward and backward gather with the cast of the unsharded weight, part by part."""
+    """Assert that the operands that forward and backward gather have the bits of the cast of the unsharded weight; return
+    the number of compared parts."""
     mesh = worker.mesh(**sizes)
     model = shardnet(recipe, mesh)
     train(model, mesh, range(1))
@@ -177,7 +178,8 @@ def scenario(name: str, recipe: Any, sizes: dict[str, int], on: bool, options: d
 def both_ways(
     ranks: Any, world: int, name: str, recipe: Any, sizes: dict[str, int], **options: Any
 ) -> list[dict[str, Any]]:
-    """Run a scenario with quantized gathers and with gathers of values; the results must have equal bits."""
+    """Run a scenario with quantized gathers and with gathers of values, and assert that the results have equal bits and
+    are finite; return the results with quantized gathers."""
     quantized, plain = (ranks(world).run(scenario, name, recipe, sizes, on, options) for on in (True, False))
     for found, expected in zip(quantized, plain, strict=True):
         assert found["losses"] == expected["losses"]
@@ -198,7 +200,8 @@ def one_step(model: Net, mesh: DeviceMesh) -> list[float]:
 
 
 def accumulation(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Run three microbatches. In between, weights stay gathered and gradients are not reduced."""
+    """Run two steps of three microbatches, and one more microbatch. Within a step, weights stay gathered and gradients are
+    not reduced before the last microbatch."""
     losses = []
     for step in range(2):
         for i in range(3):
@@ -228,7 +231,7 @@ def frozen(model: Net, mesh: DeviceMesh) -> list[float]:
 
 
 def swaps(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Change the recipe after every step, each time after an evaluation and a pass without gradients."""
+    """Change the recipe after every step, each time after a forward without gradients; then train without changes."""
     losses = []
     for step, recipe in enumerate(("nvfp4", "fp8_delayed", "bf16", "fp8_block")):
         losses += train(model, mesh, range(step, step + 1))
@@ -276,7 +279,7 @@ def regions(model: Net, mesh: DeviceMesh) -> list[float]:
 
 
 def loading(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Load weights between steps, and write weights directly once."""
+    """Load weights after the first step, and write weights directly after the second."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     losses = train(model, mesh, range(1))
     model.load_state_dict(before)
@@ -364,8 +367,8 @@ def test_regions_under_other_recipes_gather_values(ranks):
     ),
 )
 def test_uneven_and_empty_shards(ranks, recipe, world):
-    """The 9 rows leave an empty shard on the last of 4 ranks. Block formats are refused for such shards, and the
-    weights are gathered as values."""
+    """The 9 rows make uneven shards, and leave an empty shard on the last of 4 ranks. Only formats with one scale per
+    tensor are gathered as codes then; with other formats the weights are gathered as values."""
     travels = recipe in ("fp8_current", "fp8_delayed")
     if travels:
         first, *_ = both_ways(ranks, world, "plain", recipe, {"dp_shard": world}, size=9)

@@ -27,7 +27,7 @@ def said(call: Callable[[], Any]) -> str:
 
 
 class Tokens(nn.Module):
-    """An embedding that tp shards, a norm and a head, with a separate parameter."""
+    """An embedding, a norm and a head that shares no parameter with the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def of_converted(recipe: str, replicate: int) -> dict[str, str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dlp.attach(model, optimizer)
     tokens = torch.arange(64, device=worker.device())
-    x = torch.randn(64, 64, device=worker.device(), requires_grad=True)  # in training x needs a gradient
+    x = torch.randn(64, 64, device=worker.device(), requires_grad=True)  # x needs a gradient, as in training
     for _ in range(2):
         model(tokens).sum().backward()
         optimizer.step()
@@ -95,7 +95,8 @@ def test_a_resharded_layer_made_by_hand_is_named(ranks):
 
 
 def from_inside(recipe: str) -> str:
-    """Start a backward at the output of a module inside an FSDP unit that has been resharded."""
+    """Return the message of a backward that starts at the output of a module inside an FSDP unit, after the unit has been
+    resharded."""
     model = shardnet(recipe, worker.mesh(dp_shard=2))
     train(model, worker.mesh(dp_shard=2), range(2))
     kept: list[Tensor] = []
@@ -141,7 +142,7 @@ def integers() -> list[str]:
 
 
 def trained(reshard: bool | int) -> str:
-    """Train a model with two nested FSDP units for two steps; return the last loss."""
+    """Train two nested FSDP units with `reshard_after_forward` = `reshard` for two steps; return the last loss."""
     torch.manual_seed(0)
     mesh, model = worker.mesh(dp_shard=4), nn.Sequential(plain(), dlp.Linear(64, 64, device=worker.device()))
     dlp.fully_shard(model[0], mesh=mesh, reshard_after_forward=reshard)

@@ -120,7 +120,7 @@ def three_forwards_one_backward(model: nn.Module) -> None:
 
 
 def after_zeroing(model: nn.Module) -> None:
-    """Gradients that were set to zero, but not to None, do not contribute."""
+    """Run three backwards, set the gradients to zero, not to None, and run three more."""
     three_backwards(model)
     model.zero_grad(set_to_none=False)
     three_backwards(model)
@@ -188,7 +188,7 @@ def test_frozen_parameters_have_no_gradient(ranks, frozen):
 
 
 def count_sums() -> list[tuple[int, ...]]:
-    """The shapes of the tensors that are summed over tp in two backwards."""
+    """Return the shapes of the tensors that are summed over tp in two backwards."""
     model, shapes = make(2), []
 
     def all_reduce(x: Tensor, group: Any) -> Any:
@@ -332,8 +332,8 @@ class Attention(nn.Module):
 
 
 def head_norm(tp: int, sequence_parallel: bool, told: bool) -> tuple[str, dict[str, Tensor]]:
-    """Message of the first step, and the gradients before the step. told: a layer group declares that the norm reads
-    sharded features."""
+    """Return the error of the first step ("" if there is none), and the gradients before the step. told: a layer group
+    declares that the norm reads sharded features."""
     torch.manual_seed(3)
     model = Attention()
     for parameter in model.parameters():
@@ -408,8 +408,8 @@ def cut_by_hand(values: Sequence[float]) -> str:
 
 @pytest.mark.ranks(2)
 def test_plain_parameters_beside_layers_made_by_hand_are_compared_where_ranks_begin_with_equal_ones(ranks):
-    """Without sequence parallelism the gradients of the norm are equal on all ranks. The scale has different initial
-    values on each rank, because the user sharded it over tp."""
+    """Initial values that differ between ranks show that the user sharded the scale over tp, so its gradients are not
+    compared. With equal initial values the scale counts as replicated, and its gradients must be equal."""
     assert ranks(2).run(cut_by_hand, (1.0, 0.5)) == ["", ""]
     for said in ranks(2).run(cut_by_hand, (1.0, 1.0)):
         assert said.startswith("scale is replicated on tp, but its gradient differs between tp ranks (norms ")

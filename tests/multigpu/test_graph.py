@@ -65,7 +65,7 @@ class PlayedReplays(Replays):
 
 
 def run(config: Config, graph: bool) -> int:
-    """Run a training, and return the number of graphs if graphs are simulated."""
+    """Run a training; with `graph`, simulate graphs. Return the number of simulated graphs."""
     made, done = training.trainer(config)
     if graph:
         made.built, made.replays = replace(made.built, graph=True), PlayedReplays([made.recipes], None)

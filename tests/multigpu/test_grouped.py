@@ -42,7 +42,7 @@ def loop(experts: Any, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
 
 
 def run(call: Any, parameters: list[Tensor], x: Tensor) -> list[Tensor]:
-    """y, dx and the gradient of each parameter."""
+    """Return y, dx and the gradient of each parameter."""
     x = x.clone().requires_grad_()
     y = call(x)
     grads = torch.autograd.grad(y, [x, *parameters], torch.ones_like(y) / 8)
@@ -50,7 +50,8 @@ def run(call: Any, parameters: list[Tensor], x: Tensor) -> list[Tensor]:
 
 
 def by_hand(style: str, recipe: str, tp: int) -> list[tuple[Tensor, Tensor]]:
-    """Results of a bank of experts, and of linears that are called one after the other. tp > 1: inside a worker."""
+    """Return pairs of results: of a bank of experts, and of linears that are called one after the other. With tp > 1 this
+    runs inside a worker."""
     mesh, device = (worker.mesh(tp=tp)["tp"], worker.device()) if tp > 1 else (None, torch.device("cpu"))
     torch.manual_seed(0)
     bank = dlp.GroupedLinear(len(SIZES), K, N, True, style=style, recipe=recipe, tp=mesh).to(device)
@@ -93,7 +94,8 @@ class Net(nn.Module):
 
 
 def trained(recipe: str, grouped: bool) -> list[Tensor]:
-    """Parameters after three steps under FSDP, with other empty experts on each rank. Runs inside a worker."""
+    """Return the unsharded parameters after three steps under FSDP, in which each rank has other empty experts. Runs inside
+    a worker."""
     mesh, model = worker.mesh(dp_shard=2), Net(grouped).to(worker.device())
     dlp.convert(
         model,
@@ -122,8 +124,8 @@ def test_fsdp_trains_experts_as_it_trains_linears(ranks: Any, recipe: str) -> No
 
 
 def gathered(recipe: str) -> int:
-    """Bytes of all-gathers of FSDP in three steps. Runs inside a worker."""
-    with GatheredBytes(least=K * K * 4) as counted:  # without the linear before the bank
+    """Return the bytes that FSDP gathers for the bank in three steps. Runs inside a worker."""
+    with GatheredBytes(least=K * K * 4) as counted:  # leaves out the linear before the bank
         trained(recipe, True)
     return counted.total
 
@@ -161,7 +163,7 @@ def grouped_gemms() -> Iterator[list[int]]:
 
 
 def rowwise(sizes: tuple[int, ...] = SIZES, **options: Any) -> list[Tensor]:
-    """y, dx and dw_e of a bank in fp8_rowwise."""
+    """Return y, dx and the weight gradients of a bank in fp8_rowwise."""
     torch.manual_seed(0)
     bank = dlp.GroupedLinear(len(sizes), K, N, style="local", recipe="fp8_rowwise", dtype=torch.bfloat16, **options)
     found = run(lambda x: bank(x, ends(sizes)), list(bank.parameters()), tokens(sizes))
@@ -294,7 +296,8 @@ ARCHITECTURES: dict[str, dict[str, int]] = {
 
 
 def logits(architecture: str, tp: int, recipe: str) -> list[Tensor]:
-    """Logits of a model of transformers, and of the converted model with banks of experts. Runs inside a worker."""
+    """Return the logits of a model of transformers, and of the same model after `group_experts` and conversion. Runs inside
+    a worker."""
     made = hf_models.make(architecture, num_experts_per_tok=2, **ARCHITECTURES[architecture]).eval().to(worker.device())
     ids = hf_models.tokens(0).to(worker.device())
     with torch.no_grad():

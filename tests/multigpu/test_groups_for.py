@@ -43,7 +43,7 @@ def some(names: tuple[str, ...], few: int) -> list[Any]:
 
 
 def trained(architecture: str, tp: int, dp_shard: int, recipe: Any = None) -> list[list[float]]:
-    """Losses of an unconverted model, and of the model converted on a mesh."""
+    """Return the losses of an unconverted model, and of the model converted on a mesh."""
     logging.getLogger("dlp").setLevel(logging.ERROR)
     mesh = worker.mesh(dp_shard=dp_shard, tp=tp)
     before = hf_models.losses(hf_models.make(architecture).to(worker.device()))
@@ -92,8 +92,8 @@ def test_a_recipe_reaches_the_linears_of_blocks(ranks):
 
 
 def exported(folder: str) -> list[float]:
-    """The largest difference between the logits of a trained model and of the folder that save_pretrained wrote, on tp
-    ranks."""
+    """Train on tp ranks and call save_pretrained. Return the largest difference between the logits of the model and of the
+    written folder, and the largest logit."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = hf_models.make("LlamaForCausalLM").to(worker.device())
     dlp.convert(model, dlp.groups_for(model, tp=2), mesh)
@@ -113,8 +113,8 @@ def test_save_pretrained_writes_what_was_trained(ranks, tmp_path):
 
 
 def streamed(folder: str, tp: int, dp_shard: int) -> list[float]:
-    """The largest difference between the logits of a model in memory and of a model whose weights were streamed into
-    shards."""
+    """Stream the weights of a folder into the shards of a converted model. Return the largest difference between the logits
+    of this model and of the plain model of the folder, and the largest logit."""
     mesh = worker.mesh(dp_shard=dp_shard, tp=tp)
     model = dlp.meta_model(folder)
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
@@ -159,7 +159,7 @@ def test_a_folder_of_another_model_is_refused_by_name(tmp_path):
 
 
 def groups(architecture: str, tp: int = 2, **more: Any) -> dict[str, str]:
-    """The style of each pattern."""
+    """Return the style of each pattern in the layer groups of an architecture."""
     with torch.device("meta"):
         model = hf_models.make(architecture, **more)
     return {pattern: str(group.style) for group in dlp.groups_for(model, tp=tp) for pattern in group.match}
@@ -180,8 +180,8 @@ def test_groups_are_those_of_the_plan_of_the_model():
 
 
 def test_a_parent_with_an_entry_without_style_stays_local():
-    """The heads share a gradient of DeepSeek's kv_a_proj_with_mqa: this attention is not sharded, and the reason is
-    listed."""
+    """All heads contribute to the gradient of DeepSeek's kv_a_proj_with_mqa, so this attention is not sharded, and the
+    reason is listed."""
     with torch.device("meta"):
         plan = tp_plan(hf_models.make("DeepseekV2ForCausalLM"), tp=2)
     cut = {pattern for group in plan.groups for pattern in group.match}

@@ -31,7 +31,7 @@ AFTER = 0.5  # seconds
 
 def watched(name: str, works: bool) -> list[str] | None:
     """Let rank 0 wait in a barrier for rank 1, which hangs in one step or, if `works`, is slow but reports new steps;
-    return the output of rank 0."""
+    return the report of the hang watch on rank 0, or None if there is none."""
     told: list[list[str]] = []
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
     places = iter(range(10**6))

@@ -20,7 +20,8 @@ SMALL = [
     "--model.layers=1", "--model.hidden=256", "--model.ffn=256", "--model.heads=4", "--model.kv_heads=4",
     "--model.head_dim=64", "--model.vocab=256", "--train.sequence=32", "--train.compile=false",
 ]  # fmt: skip
-OPTIONS: dict[str, dict[str, Any]] = {"nvfp4": {"disable_stochastic_rounding": True}}  # replicas round differently
+# With stochastic rounding, replicas would round differently
+OPTIONS: dict[str, dict[str, Any]] = {"nvfp4": {"disable_stochastic_rounding": True}}
 CASES = few(RECIPES, ("nvfp4",))
 STEPS = 2
 

@@ -45,7 +45,7 @@ BLOCKS = (
 
 
 EIGHTHS = (*QWEN3, "heads=8", "kv_heads=8")
-BATCH = 4  # sequences and microbatches per step
+BATCH = 4  # sequences of a step over all ranks, each a microbatch
 
 
 class Bits(NamedTuple):
@@ -70,7 +70,7 @@ def bits(tensor: Tensor) -> str:
 
 
 def trained(name: str, recipe: str, model: tuple[str, ...], steps: int) -> Bits:
-    """Train on the mesh with this name. Runs in a worker."""
+    """Train on the mesh with this name, and return the report of this rank. Runs in a worker."""
     case = MeshCase.parse(name)
     sizes = (case.dp_replicate, case.dp_shard, case.tp)
     settings = [f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True)]
@@ -147,7 +147,7 @@ def test_every_mesh_has_the_bits_of_one_rank(ranks, recipe, model, world, names)
 
 
 def recorded(folder: Path, data: Path, name: str, *overrides: str) -> tuple[dict[int, Any], ...]:
-    """The records of a run of launch.train. Runs in a worker."""
+    """Return the losses, gradient norms and validation losses of a run of launch.train, by step. Runs in a worker."""
     config = training.config(folder / name, data, *overrides, "--train.invariant", "true")
     training.run(config)
     return tuple(training.metrics(config, key) for key in ("loss", "gradient_norm", "validation_loss"))
@@ -182,8 +182,8 @@ def test_runs_record_equal_numbers(ranks, tmp_path):
 
 
 def resumed(folder: Path, data: Path) -> tuple[Any, Any, list[str]]:
-    """Records of a run on a tp mesh; of a run that ends on a dp mesh after 1 step and continues on the tp mesh with
-    recomputed blocks; and the log of the second run. Runs in a worker."""
+    """Return the records of a run on a tp mesh; the records of a run that ends on a dp mesh after 1 step and continues on
+    the tp mesh with recomputed blocks; and the log of the second run. Runs in a worker."""
     common = (
         "--train.steps",
         "2",
@@ -251,7 +251,7 @@ def converted(mesh: DeviceMesh, *between: nn.Module, **options: Any) -> nn.Modul
 
 
 def refused() -> dict[str, str]:
-    """The message of each refusal. Runs in a worker."""
+    """Return the message of each refused call, by the part of it that the test expects. Runs in a worker."""
     tp, dp = mesh_of((1, 1, 2), "cpu"), mesh_of((1, 2, 1), "cpu")
     x = torch.randn(16, 64)
 

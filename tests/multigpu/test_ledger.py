@@ -87,7 +87,7 @@ def test_every_recipe_gathers_its_share_of_weights_over_dp_shard(ranks, tmp_path
 
 CHUNKED = "--groups.default.overlap=chunked"
 IN_FP8 = "--groups.default.recipe={name='fp8_current', wire={fprop='fp8', dgrad='fp8'}}"
-TWO_BLOCKS = "--model.layers=2"  # FSDP gathers the next block while a block computes
+TWO_BLOCKS = "--model.layers=2"  # because FSDP gathers the next block while a block computes
 OVER_TP = {
     "fp8 sums of microbatches": [IN_FP8, "--train.micro_batch=2"],
     "fp8 sums of whole tokens": [IN_FP8, "--mesh.sequence_parallel=false"],
@@ -158,7 +158,7 @@ OVER_DATA = {
     "replicas that agree": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1", "--mesh.amax_group=world"],
 }
 CASES = OVER_TP | {case: [TWO_BLOCKS, *options] for case, options in OVER_DATA.items()}
-FOR_ALL = [  # cases with terms of the plan that no other test has
+FOR_ALL = [  # run without `--all-cases`, because no other test has their terms of the plan
     "fp8 sums of microbatches",
     "odd tokens, and the world agrees",
     "whole tokens, one gemm in bf16, tied",

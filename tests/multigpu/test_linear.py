@@ -80,12 +80,12 @@ def make_full(case: LinearCase) -> Full:
 
 
 def cut(full: Tensor, dim: int | None, tp: int) -> Tensor:
-    """This rank's shard of a tensor that tp shards along `dim`."""
+    """Return this rank's shard of a tensor that tp shards along `dim`; None: the full tensor."""
     return full if dim is None or tp == 1 else full.chunk(tp, dim)[dist.get_rank()].contiguous()
 
 
 def build(case: LinearCase, tp: Any, full: Full) -> Linear:
-    """The layer of a case (`tp` None: unsharded LOCAL) with this rank's shards of the full weights."""
+    """Return the layer of a case (`tp` None: unsharded LOCAL) with this rank's shards of the full weights."""
     style_name, sequence_parallel = case.style_key if tp is not None else ("local", False)
     sizes = case.out_features[0] if case.siblings == 1 else case.out_features
     layer = CLASSES[style_name](
@@ -152,7 +152,7 @@ def unsharded(case: LinearCase, full: Full) -> dict[str, Tensor]:
 
 
 def by_hand(case: LinearCase, full: Full) -> dict[str, Tensor]:
-    """The expected results in fp64, by plain matrix products."""
+    """Return the expected results in fp64, computed by plain matrix products."""
     x, ws, bs, dys = full.x.double(), *([t.double() for t in ts] for ts in full[1:])
     results = {"dx": sum((dy @ w for dy, w in zip(dys, ws, strict=True)), torch.zeros_like(x))}
     for i, (w, b, dy) in enumerate(zip(ws, bs, dys, strict=True)):
@@ -226,9 +226,9 @@ def test_sharded_equals_unsharded(ranks, world, recipe, style_key):
 
 
 def gathered_operands(recipe: str | Recipe, tokens: int) -> list[tuple[bool, list[str | None]]]:
-    """Compare x of COLUMN_SP and dy of ROW_SP, quantized on each rank and gathered, with the quantized unsharded
-    tensor, part by part in both orientations. The tokens of one rank are all zero, and amaxes of ranks differ by a
-    factor of 16."""
+    """Compare x of COLUMN_SP and dy of ROW_SP, quantized on each rank and gathered, with the quantized unsharded tensor.
+    Return, for each orientation that can be gathered quantized, whether it is columnwise, and the difference of each
+    part. The tokens of rank 0 are all zero, and the magnitude of other rows grows, so that ranks have other amaxes."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = worker.mesh(tp=world)["tp"]
     full = matrix("gauss", tokens, 64, 3).to(worker.device(), torch.bfloat16)
@@ -291,7 +291,7 @@ class Counts(NamedTuple):
 
 
 TRAIN_ALL, FREEZE_WEIGHT, FREEZE_INPUT, BIAS_ONLY = "all", "frozen weight", "frozen input", "bias only"
-# forward; backward of all, with frozen input, with frozen weight, of the input only, of the bias only
+# (all-gathers, all-to-alls) of: forward; backward of all, with frozen weight, with frozen input, of the bias only
 COMMUNICATION = {
     ("local", False): ((0, 0), (0, 0), (0, 0), (0, 0), (0, 0)),
     ("local", True): ((0, 0), (0, 0), (0, 0), (0, 0), (0, 0)),
@@ -305,8 +305,8 @@ AGREES_FORWARD, AGREES_BACKWARD = ("column", True), ("row", True)
 
 
 def count_collectives(case: LinearCase, what: str) -> tuple[Counts, dict[str, bool]]:
-    """The collectives of a layer if only some tensors need gradients, and the names of the gradients that were
-    computed."""
+    """Return the collectives of a layer if only some tensors (`what`) need gradients, and for each parameter and x whether
+    a gradient was computed."""
     mesh = worker.mesh(tp=dist.get_world_size())["tp"]
     full = make_full(case)
     layer = build(case, mesh, full)
@@ -370,8 +370,8 @@ def test_recomputation_repeats_the_bits(ranks, recipe):
 
 
 def unused_sibling() -> dict[str, bool]:
-    """Run q, k and v in a layer of siblings whose k is not used: dx must be the sum of two dgrads, and the weight of k
-    must have no gradient."""
+    """Run q, k and v in a layer of siblings whose k is not used, and assert that the weight of k has no gradient. Return
+    whether dx and dw of v have the bits of a run in which dy of k is zero."""
     case = LinearCase(("column", True), "fp8_current", torch.bfloat16, bias=True, siblings=3)
     full = make_full(case)
     mesh = worker.mesh(tp=dist.get_world_size())["tp"]
@@ -435,7 +435,8 @@ def test_impossible_layers_and_inputs_are_refused(ranks):
 
 
 def made_on_meta() -> list[str]:
-    """Layers constructed under torch.device("meta") and then allocated work like other layers."""
+    """Construct a layer under torch.device("meta"), allocate it, and fill it with 0.5; return the initial devices of its
+    parameters, and the shape and the first element of y."""
     tp = worker.mesh(tp=2)["tp"]
     with torch.device("meta"):
         layer = ColumnParallelLinear(8, 8, bias=True, tp=tp, recipe="fp8_current")
@@ -454,7 +455,7 @@ def test_layers_may_be_made_on_meta(ranks):
 
 
 def without_tokens(recipe: str) -> list[tuple[str, bool]]:
-    """Run forward and backward without tokens in every style: shapes are right, and gradients are zero."""
+    """Run forward and backward without tokens. Return, for each style, whether shapes are right and gradients zero."""
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
     found = []
     for key in STYLE_KEYS:
@@ -472,6 +473,6 @@ def without_tokens(recipe: str) -> list[tuple[str, bool]]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_no_tokens_are_no_trouble(ranks, recipe):
-    """A rank without tokens joins every collective."""
+    """Ranks that have no tokens run every collective, with empty tensors."""
     for found in ranks(2).run(without_tokens, recipe):
         assert all(right for _, right in found), found

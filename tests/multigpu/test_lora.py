@@ -62,7 +62,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of a tensor. Raises AssertionError for a tensor that is not finite, or zero."""
+    """Return the largest relative difference of a tensor. Raises AssertionError for a tensor that is not finite, or zero."""
     assert found.keys() == expected.keys()
     assert all(bool(each.isfinite().all()) and float(each.norm()) > 0 for each in [*found.values(), *expected.values()])
     return max(float((found[k] - expected[k]).norm() / expected[k].norm()) for k in expected)
@@ -105,7 +105,7 @@ TORCHS = {
 
 def by_torchs_tp(base: Any, how: str, folder: str) -> float:
     """Train adapters over a quantized base, under torch's tensor parallelism and on one rank; return the largest
-    relative difference of a tensor."""
+    relative difference of a tensor. Also assert that saved adapters load into an unsharded model unchanged."""
     one = with_adapters(Block(), base=base).to(worker.device())
     model, mesh = copy.deepcopy(one), worker.mesh(tp=dist.get_world_size())["tp"]
     parallelize_module(model, mesh, TORCHS[how])

@@ -168,8 +168,8 @@ def test_groups_carry_host_and_device_tensors(ranks):
 
 
 def layers_of_a_mesh() -> tuple[list[tuple[int, ...]], list[str]]:
-    """Return the shapes of the weight shards of layers that get the full mesh as `tp`, and the error about a mesh
-    without the axis tp."""
+    """Return the shapes of the weight shards of layers that get the full mesh as `tp`, and the errors of a layer, of
+    `gather_tokens` and of an embedding about a mesh without the axis tp."""
     mesh = worker.mesh(tp=2)
     made = [
         dlp.ColumnParallelLinear(8, 6, tp=mesh, device=mesh.device_type),

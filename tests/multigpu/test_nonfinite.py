@@ -1,4 +1,4 @@
-"""A non-finite value is reported by the rank that has it: ranks share scales, but not the flags of casts."""
+"""Only the rank that has a non-finite value reports it, because ranks share scales, but not the flags of casts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import pool as worker
 from tests.cases import nightly
 from tests.emulated import emulation
 
-# Sizes on each rank; complete blocks of 128, so that every operand is gathered as codes
+# TOKENS of each rank, and FFN / 2, are multiples of 128, so that every operand is gathered as codes in complete blocks
 TOKENS, HIDDEN, FFN = 128, 64, 256
 CULPRIT = 1  # the rank with the Inf
 
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def made(recipe: str, held: str, on_nonfinite: str) -> tuple[Net, torch.optim.Optimizer]:
-    """The network under tensor and sequence parallelism, or under FSDP."""
+    """Return the network and its optimizer. `held`: "tp" (tensor and sequence parallelism) or "fsdp"."""
     torch.manual_seed(0)
     model, sizes = Net().to(worker.device()), {"dp_shard": 2} if held == "fsdp" else {"tp": 2}
     mesh, groups = worker.mesh(**sizes), [dlp.LayerGroup("all", "**", recipe=recipe)]

@@ -41,7 +41,7 @@ def sent(fn: Any, *, world: int) -> dict[str, int]:
 
 def each_kind(world: int) -> dict[str, dict[str, int]]:
     """Return, for each named call, the bytes by kind of collective. The calls send x, which has 4 * world fp32
-    elements."""
+    elements, or parts of x."""
     x = torch.ones(4 * world, device=worker.device())
     small, rank = x[:4].clone(), dist.get_rank()
     many = [torch.empty_like(small) for _ in range(world)]
@@ -168,8 +168,8 @@ class CompileCounter:
 
 
 def opaque_and_dtensor() -> tuple[dict[str, int], bool]:
-    """Bytes sent by a layer of dlp, which is an opaque op, by the compiled layer, and by a DTensor redistribution; and
-    whether results are equal."""
+    """Return the bytes sent by a layer of dlp, which is an opaque op, by the compiled layer, and by a DTensor
+    redistribution; and whether dx of both layers is unchanged under an observer."""
     mesh, _ = observed(tp=2)
     layer = dlp.ColumnParallelLinear(
         64, 64, tp=mesh["tp"], sequence_parallel=True, recipe="fp8_current", device=worker.device()

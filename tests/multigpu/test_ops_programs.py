@@ -34,7 +34,7 @@ Found = tuple[dict[str, list[str]], str, list[Tensor]]
 
 
 def mlp(recipe: str, group: Any, overlap: str) -> ops.Sequential:
-    """norm, gate and up, SwiGLU, down; with tp and sequence parallelism."""
+    """Return an MLP of norm, gate and up, SwiGLU and down, with tp and sequence parallelism."""
     torch.manual_seed(0)
     more: dict[str, Any] = {
         "tensor_parallel_group": group,
@@ -51,8 +51,8 @@ def mlp(recipe: str, group: Any, overlap: str) -> ops.Sequential:
 
 
 def between_collectives(recipe: str, group: Any) -> ops.Sequential:
-    """The same model, with unsharded linears and explicit collectives around them: the linears do not know the process
-    group."""
+    """Return an MLP with explicit collectives before and after the linears, which have no process group, so that each
+    rank runs unsharded linears."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"recipe": recipe, "dtype": torch.bfloat16, "bias": False}
     return ops.Sequential(

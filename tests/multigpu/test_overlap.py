@@ -77,7 +77,7 @@ def memory(group: dist.ProcessGroup, *names: str) -> Iterator[None]:
 
 
 def results(case: LinearCase, full: Full, fprop: str, dgrad: str, wgrad: str, wire: str = "hp") -> dict[str, Tensor]:
-    """y, dx, dw and db of this rank, with these strategies."""
+    """Return y, dx, dw and db of this rank, with these strategies."""
     mesh = worker.mesh(tp=dist.get_world_size())["tp"]
     layer = build(case, mesh, full)
     spec = layer.core.spec
@@ -125,7 +125,7 @@ def bound(case: LinearCase, device_type: str) -> float:
 
 
 def check(cases: list[LinearCase], of_ranks: list[list[Compared]], device_type: str) -> None:
-    """Check the results of the first choice of strategies against the bound of each case."""
+    """Check the first choice of strategies: `lattice` data has equal bits, other data is within the bound of each case."""
     for case, *ranks_of_case in zip(cases, *(chosen[0] for chosen in of_ranks), strict=True):
         for name in ranks_of_case[0]:
             equal, squared, norm = zip(*(found[name] for found in ranks_of_case), strict=True)
@@ -250,7 +250,8 @@ def test_rows_that_do_not_divide_over_ranks_are_summed_too(ranks, device_type, w
         check(cases, ranks(world).run(compare, cases, wire, ("chunked", "chunked", "chunked")), device_type)
         return
     for (found,) in ranks(world).run(compare, cases, wire, ("chunked", "chunked", "chunked")):
-        for case, errors in zip(cases, found, strict=True):  # blocks of 128 are in rows, or in the flat result
+        # Codes differ, because blocks of 128 elements are in rows or in the flat result
+        for case, errors in zip(cases, found, strict=True):
             assert all(math.sqrt(squared / norm) < 0.06 for _, squared, norm in errors.values()), case
 
 

@@ -58,7 +58,7 @@ def test_gathered_parameters_have_no_part_in_the_sums(ranks, world):
 
 
 class Choosing(nn.Module):
-    """Three norms of the same size on token shards, one of which runs on each rank."""
+    """Three norms of the same size on token shards, of which each rank runs one (`choice`)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -156,8 +156,8 @@ def test_a_gradient_is_cast_along():
 
 
 def test_loading_decoded_values_changes_nothing():
-    """Columnwise codes come from the original values, not from decoded rowwise codes, also in layers that share a
-    core."""
+    """Loading the decoded values keeps the codes. Quantizing the decoded rowwise codes again would change the columnwise
+    codes, which come from the original values."""
     model = held("mxfp8", True)
     parts = [part.clone() for part in model[0].core.weights.parts.parts]
     initial = next(iter(model[0].core.weights)).initial
@@ -252,7 +252,7 @@ def gathered() -> tuple[bool, bool, bool]:
     with torch.no_grad():
         model[0].weight.zero_()
         zeroed = not torch.equal(model(x), before)
-    fresh, _ = converted(True)  # and before the second gather of a new model
+    fresh, _ = converted(True)  # a new model refuses them also before its second gather
     with pytest.raises(ValueError, match=GATHERED):
         fresh(x)
         fresh[0].weight.square()

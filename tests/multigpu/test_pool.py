@@ -37,7 +37,7 @@ def one_dies() -> None:
 
 
 def one_dies_after_the_other_raised() -> None:
-    dist.barrier()  # a busy machine may use the rest of the pool's grace, 0.5 s
+    dist.barrier()  # so that rank 1 dies within the pool's grace of 0.5 s, also on a busy machine
     if dist.get_rank() == 1:
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -54,7 +54,7 @@ def mesh_is_cached() -> bool:
 
 
 def sent_through_the_host() -> list[float]:
-    """Send two tensors to the next rank, and receive from the previous rank, in host memory."""
+    """Send two tensors to the next rank, and receive two from the previous rank, in host memory; return their means."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sent, came = [torch.full((3,), 10.0 * rank + i) for i in range(2)], [torch.zeros(3) for _ in range(2)]
     works = shared_gpu.staged([

@@ -39,7 +39,7 @@ Trained = tuple[list[float], dict[str, Tensor], dict[str, int]]
 
 
 def count(model: torch.nn.Module) -> dict[str, int]:
-    """Number of captured programs of each pass."""
+    """Return the number of captures of each pass."""
     return {way: sum(not isinstance(made, str) for made in found) for way, found in programs(model).items()}
 
 
@@ -179,8 +179,8 @@ def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[
             assert_bit_equal(result, wanted)
 
 
-# Cases (kind, recipe) that run only with a late side stream -> overlap strategy without `--all-cases`; "" if the case
-# then does not run
+# Cases (kind, recipe) that run, with sequence parallelism, only with a late side stream -> overlap strategy without
+# `--all-cases`; "" if the case then does not run
 LATE = {
     ("siblings", "fp8_current"): "serial", ("column", "bf16"): "", ("column", "fp8_delayed"): "",
     ("column", "fp8_block"): "chunked:2", ("column", "nvfp4"): "serial", ("siblings", "mxfp8"): "", ("row", "bf16"): "",
@@ -296,7 +296,7 @@ def made_of(recipe: str, overlap: str) -> tuple[list[str], dict[str, Counter[str
 
 
 @pytest.mark.parametrize(("overlap", "segments"), [
-    # The backward of the row layer is like the forward of the column layer
+    # Three for four passes: the backward of the row layer has the segments of the forward of the column layer
     nightly("serial", ["CLCALAL", "LCAL", "LCALCLAL"]),
     ("chunked", ["LCALCLAL", "LCLAL", "LCLCLALAL"]),
 ])  # fmt: skip

@@ -59,14 +59,14 @@ def program(kind: str, fault: Fault | None = None, stack: ExitStack | None = Non
 
 
 def results(kind: str, meshes: tuple[str, ...]) -> list[MeshResult]:
-    """Results of the meshes without a fault. Runs in a worker."""
+    """Compare each mesh with one rank, without a fault, and return the results. Runs in a worker."""
     with patch.object(run, "mesh_of", cached_mesh):
         bounds = run.Bounds(run.one_rank(program(kind)))
         return [run.on_mesh(program(kind), bounds, MeshCase.parse(name)) for name in meshes]
 
 
 def found(kind: str, names: list[str]) -> list[MeshResult]:
-    """Plant the faults with these names one by one in one model. Runs in a worker."""
+    """Plant each fault with one of these names in a separate run, and return the results. Runs in a worker."""
     faults = [fault for fault in FAULTS if fault.name in names]
     every = []
     with patch.object(run, "mesh_of", cached_mesh):
@@ -145,7 +145,8 @@ def test_a_missing_sum_over_cp_is_named(ranks):
 
 
 def of_config(mesh: str, wire: str) -> run.Report:
-    """A shrunk config on a mesh whose FSDP sends gradients with `wire`, unlike the config. Runs in a worker."""
+    """Prove a shrunk config on a mesh on which FSDP sends gradients with `wire` instead of the wire of the config. Runs in
+    a worker."""
     config, _ = launched.provable(load("tiny"), launched.Size(1, 64))
     build = launched.model_on
 
@@ -179,7 +180,7 @@ SHIPPED.remove("transformers")  # the model of this config is a folder of the us
 
 
 def of_shipped(name: str, meshes: tuple[str, ...]) -> run.Report:
-    """A shipped config, shrunk, on meshes. Runs in a worker."""
+    """Prove a shipped config, shrunk, on meshes. Runs in a worker."""
     config, _ = launched.provable(load(name), launched.Size(3, 128))
     with patch.object(run, "mesh_of", cached_mesh):
         return launched.prove_config(config, meshes, steps=2)
@@ -195,14 +196,14 @@ def test_no_alarm_on_a_shipped_config(ranks, name, world):
 
 
 def refused(meshes: list[str]) -> str:
-    """Messages of `dlp.prove` about meshes that do not fit. Runs in a worker."""
+    """Return the message of `dlp.prove` about meshes that do not fit. Runs in a worker."""
     with pytest.raises(ValueError, match="mesh") as error:
         dlp.prove(partial(built, kind="fp32"), tokens, loss, meshes=meshes)
     return str(error.value)
 
 
 def uneven() -> str:
-    """Message about a batch that cannot be divided into 4 pieces. Runs in a worker."""
+    """Return the error about a batch that cannot be divided into 4 pieces. Runs in a worker."""
     given = program("fp32")._replace(batch=lambda step: tokens(step)[:6])
     return run.prove_here(given, [MeshCase.parse("accumulate4")]).meshes[0].error
 

@@ -51,7 +51,7 @@ def test_tp_computes_what_one_rank_does(ranks):
 
 
 def trained(sizes: dict[str, int], steps: int, keywords: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses, unsharded parameters and gradients after `steps` steps and one more microbatch."""
+    """Train `steps` steps and one more microbatch; return the losses, and the unsharded parameters and gradients."""
     mesh = worker.mesh(**sizes)
     model = shardnet("qat", mesh, size=64, **keywords)
     return [*train(model, mesh, range(steps)), backward(model, mesh, 9)], tensors(model)
@@ -110,7 +110,7 @@ def mlp() -> nn.Sequential:
 
 def exported(sizes: dict[str, int], sequence_parallel: bool) -> str:
     """Train with QAT on a mesh, export the values to a plain model, and quantize this model: y must be unchanged. Then
-    load the codes on another mesh."""
+    load the codes of this unsharded model into a frozen model on the mesh. Return the name of the codes."""
     mesh, model = worker.mesh(**sizes), mlp()
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(worker.device())
     styles, options = (("up", "0", "column"), ("down", "2", "row")), {"sequence_parallel": sequence_parallel}

@@ -57,7 +57,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def distributed(config: Config) -> Found:
-    """The gradients of the first step of a run."""
+    """Return the results of the first step of a run on its mesh."""
     trainer, _ = training.trainer(config, UnevenTrainer)
     model = trainer.built.model
     batches = list(trainer.batches(trainer.train_data, 0))
@@ -71,7 +71,7 @@ def distributed(config: Config) -> Found:
 
 
 def plain(config: Config) -> Found:
-    """The expected results in plain torch: one rank, one batch, and none of the code under test."""
+    """Return the expected results in plain torch: on one rank, with one batch, without the loss and norm under test."""
     trainer, _ = training.trainer(config, UnevenTrainer)
     model = trainer.built.model
     ((tokens, targets),) = trainer.batches(trainer.train_data, 0)

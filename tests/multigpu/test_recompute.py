@@ -44,7 +44,7 @@ CASES = [
 
 
 def watched_steps(config: Config) -> list[float]:
-    """The losses of three steps. The ledger counts the last step."""
+    """Return the losses of three steps, the last of which the ledger counts."""
     made, _ = training.trainer(config)
     losses = [made.watched_step(step).numbers.read()[0] for step in range(WARM + 1)]
     assert made.wire.watches and made.wire.seen().sent
@@ -72,7 +72,7 @@ def test_what_runs_again_changes_no_bit_and_sends_what_was_planned(ranks, losses
 
 
 def runs(config: Config) -> dict[str, int]:
-    """Return the numbers of forwards of linears and of blocks in the third step, including recomputation."""
+    """Run one forward and backward; return how often linears and the first norms of blocks ran, with recomputation."""
     mesh = worker.mesh(tp=config.mesh.tp)
     built = build(config, mesh, torch.device(worker.device()))
     tokens = torch.zeros(1, config.train.sequence, dtype=torch.int64, device=built.device)

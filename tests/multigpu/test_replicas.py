@@ -83,7 +83,8 @@ def test_dp_ranks_that_train_alone_are_stopped(ranks, sizes, attached):
 
 
 def partial_step(way: str) -> str:
-    """Message of the first step of a model without `dlp.attach`."""
+    """Return the error of the first step of a model without `dlp.attach`. `way`: "norm behind columns": a norm reads
+    features that tp shards; "steps in hooks": optimizers step inside of the backward; else they step after it."""
     torch.manual_seed(3)
     model: nn.Module
     if way == "norm behind columns":
@@ -121,7 +122,7 @@ def test_partial_gradients_stop_steps_without_attach(ranks):
 
 
 def apart(way: str) -> str:
-    """Message that stops the steps of a model on tp after rank 1 has diverged."""
+    """Return the error that stops the steps of a model on tp after rank 1 has diverged as `way` says ("" if none)."""
     model, mesh = two_layers(tp=2)
     optimizer = SGD(model.parameters(), lr=1e-4)
     dlp.attach(model, optimizer)

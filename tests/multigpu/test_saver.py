@@ -25,7 +25,7 @@ FSDP = ["--mesh.tp=1", "--recipe=fp8_delayed"]
 
 
 def run_with_slow_disk(config: Config, seconds: float) -> None:
-    """A complete run in which no file is written before the next step has finished."""
+    """Train a complete run in which each save begins to write `seconds` late, when the next steps have run."""
     write = save_load.write
 
     def slow(*given: Any) -> Any:
@@ -86,7 +86,7 @@ def test_a_run_saves_only_when_it_is_told_to_and_its_last_line_says_what_is_lost
 
 
 def run_on_full_disk(config: Config, steps: list[int]) -> str:
-    """Run in which the saves of the given steps fail; return the error that ends the run, if there is one."""
+    """Train a run in which the saves after `steps` fail; return the error that ends the run ("" if there is none)."""
     write = save_load.write
 
     def fails(folder: Path, taken: Any, *given: Any) -> Any:
@@ -129,8 +129,8 @@ def test_a_save_that_fails_is_said_and_the_second_ends_the_run(ranks, tmp_path, 
 
 
 def run_with_a_nan(config: Config, where: str) -> str:
-    """Run in which a row that no token reads, or an optimizer state, contains a NaN on one rank after step 2; return
-    the error that ends the run."""
+    """Train a run in which a row of the embedding that no token reads, or the optimizer state of this row (`where`),
+    contains a NaN on rank 1 after step 2; return the error that ends the run ("" if there is none)."""
     trainer, done = training.trainer(config)
     step = trainer.train_step
 

@@ -21,7 +21,7 @@ HIDDEN, TOKENS = 64, 128
 
 
 def model(recipe: Any, *, sizes: dict[str, int], amax_group: Any = "auto") -> tuple[nn.Module, Any]:
-    """Two sequence-parallel layers, COLUMN_SP and ROW_SP."""
+    """Return an attached model of two sequence-parallel layers, COLUMN_SP and ROW_SP, and its mesh."""
     mesh = worker.mesh(**sizes)
     torch.manual_seed(1)
     made = nn.Sequential(nn.Linear(HIDDEN, 128), nn.ReLU(), nn.Linear(128, HIDDEN)).to(worker.device())
@@ -35,7 +35,7 @@ def model(recipe: Any, *, sizes: dict[str, int], amax_group: Any = "auto") -> tu
 
 
 def step(made: nn.Module, mesh: Any) -> None:
-    """Run a step in which the tokens of ranks have very different magnitudes."""
+    """Run a forward and backward in which the tokens of ranks have very different magnitudes."""
     tp = mesh["tp"]
     x = torch.randn(TOKENS // tp.size(), HIDDEN, device=worker.device()) * 4 ** tp.get_local_rank()
     made(x.requires_grad_()).square().mean().backward()
@@ -119,7 +119,7 @@ def test_kept_scales_are_compared_at_checkpoints(ranks, recipe, group, count):
 
 
 def kept_over_shards(recipe: str, spoil: bool) -> tuple[int, str]:
-    """Result of check_scales for a weight that FSDP gathers; `spoil`: rank 1 casts with another scale."""
+    """Return the result of check_scales for a weight that FSDP gathers, and its error; `spoil`: rank 1 has other scales."""
     mesh = worker.mesh(dp_shard=2)
     torch.manual_seed(1)
     made = nn.Sequential(nn.Linear(HIDDEN, 128, bias=False)).to(worker.device())
@@ -147,7 +147,7 @@ def test_scales_of_shards_that_are_gathered_are_compared(ranks, recipe, count):
 
 
 def agreements(recipe: str) -> dict[str, int]:
-    """Number of launches of amax agreements in one forward and backward, by layer."""
+    """Return the number of launches of amax agreements in one forward and backward, by layer."""
     made, mesh = model(recipe, sizes={"tp": 2})
     step(made, mesh)
     with observer.Observer(ParallelDims.from_mesh(mesh).group_names()) as seen:

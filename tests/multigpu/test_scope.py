@@ -30,7 +30,7 @@ RANKS = 4
 
 
 def size(name: str) -> int:
-    """Numbers of features and tokens with complete blocks on each of 4 ranks."""
+    """Return the number of features and of tokens with which each of 4 ranks has complete blocks."""
     recipe = load(name)
     quantizers = [getattr(getattr(recipe, operand), way) for operand in OPERANDS for way in ("rowwise", "columnwise")]
     return RANKS * lcm(16, *(b or 1 for q in quantizers for b in q.format.block))
@@ -88,7 +88,7 @@ def joined(q: QuantizedTensor, dim: int | None) -> QuantizedTensor:
 
 
 def differences(name: str, style_key: tuple[str, bool]) -> list[str]:
-    """Differences between the layer on all ranks and on one rank: operands with other bits, results beyond the bound."""
+    """Return the differences of the layer on all ranks from one rank: operands with other bits, results beyond the bound."""
     tp = dist.get_world_size()
     results, seen = run(name, style_key, tp)
     _, expected = run(name, ("local", False), 1)
@@ -117,7 +117,7 @@ def decoded(seen: Seen, operand: str, way: str) -> Tensor:
 
 
 def cut_exact(seen: Seen, gemm: str, dim: int | None, tp: int) -> tuple[Tensor, Tensor]:
-    """This rank's shard of the exact product of the decoded operands, and of the error bound."""
+    """Return this rank's shard of the exact product of the decoded operands, and of the error bound."""
     a_name, a_way, b_name, b_way = GEMM_OPERANDS[gemm]
     a, b = decoded(seen, a_name, a_way), decoded(seen, b_name, b_way)
     formats = [seen[name, "rowwise"][0].format for name in (a_name, b_name)]

@@ -39,21 +39,21 @@ QKV, OUT, GATE, DOWN = (
 
 
 def flipped(tensor: Tensor) -> Tensor:
-    """The tensor with the lowest bit of one element flipped."""
+    """Return a copy of the tensor with the lowest bit of one element flipped."""
     bits = tensor.detach().clone().contiguous()
     bits.view(-1).view({2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])[3] ^= 1
     return bits
 
 
 def flipped_byte(part: Tensor) -> Tensor:
-    """A copy of the part with one bit flipped."""
+    """Return a copy of the part with one bit flipped."""
     bits = part.contiguous().clone()
     bits.view(-1).view(torch.uint8)[3] ^= 1
     return bits
 
 
 def losses(folder: Path, data: Path, *overrides: str) -> dict[int, Any]:
-    """The losses of a complete run. Runs in a worker."""
+    """Return the losses of a complete run, by step. Runs in a worker."""
     folder.mkdir(exist_ok=True)
     config = training.config(folder, data, *overrides)
     training.run(config)
@@ -71,7 +71,7 @@ class Flip(torch.autograd.Function):
 
 
 def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
-    """The message of a run with a flipped bit (`flipping`). Runs in a worker."""
+    """Return the error of a run with a flipped bit (`flipping`). Runs in a worker."""
     trainer, done = flipping(training.config(folder, data, *overrides), where)
     with pytest.raises(SentinelError) as error:
         Trainer.train(trainer, done)
@@ -79,15 +79,15 @@ def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
 
 
 def skipped(folder: Path, data: Path, *overrides: str) -> tuple[dict[int, Any], dict[int, Any], list[str]]:
-    """Skipped steps, losses and log of a run in which a bit of y flips. Runs in a worker."""
+    """Return the skipped steps, losses and log of a run in which a bit of y flips. Runs in a worker."""
     config = training.config(folder, data, *overrides)
     Trainer.train(*flipping(config, "y"))
     return training.metrics(config, "skipped"), training.metrics(config), training.said(config)
 
 
 def flipping(config: Config, where: str) -> tuple[Trainer, int]:
-    """A run in which rank 1 flips a bit of y, of a gradient, of a weight or of an optimizer state in the second pass of
-    step 3."""
+    """Return the trainer of a run, and the number of steps done. Rank 1 flips a bit of y of LAYER, or of the gradient, the
+    optimizer state or the value of its weight (`where`), in the second of two runs of the first microbatch of step 3."""
     trainer, done = training.trainer(config)
     module, calls = trainer.built.model.get_submodule(LAYER), [0]
     rank = trainer.built.dims.rank("tp")
@@ -114,20 +114,22 @@ def flipping(config: Config, where: str) -> tuple[Trainer, int]:
 
 
 class Damaging(WireChecks):
-    """Checks of transfers on damaged data: rank 1 flips one bit of a received tensor, once, in the pass `pass_name`."""
+    """Checks of transfers on damaged data: rank 1 flips one bit of the first tensor that it receives with the purpose
+    `purpose`."""
 
-    pass_name = ""
+    purpose = ""
 
     def arrived(self, tensor: Tensor) -> None:
-        if dist.get_rank() == 1 and observer._LABEL.get().purpose == self.pass_name:
-            type(self).pass_name = "none"
+        if dist.get_rank() == 1 and observer._LABEL.get().purpose == self.purpose:
+            type(self).purpose = "none"
             tensor.view(-1).view(torch.uint8)[3] ^= 16
 
 
-def damaged(folder: Path, data: Path, pass_name: str, *overrides: str) -> str:
-    """The message of a run in which a transfer is damaged in the repeated pass of step 1. Runs in a worker."""
+def damaged(folder: Path, data: Path, purpose: str, *overrides: str) -> str:
+    """Return the error of a run in which a transfer is damaged while a microbatch of step 1 runs under `WireChecks`. Runs
+    in a worker."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
-    Damaging.pass_name = pass_name
+    Damaging.purpose = purpose
     with pytest.raises(SentinelError) as error, patch.object(sentinel, "WireChecks", Damaging):
         Trainer.train(trainer, done)
     return str(error.value)
@@ -141,10 +143,10 @@ class DamagedSlots:
     wait    flips a bit of the part of rank 0 in the slot of the last rank, when the part has arrived
     """
 
-    def __init__(self, moves: Transport, call: str, pass_name: LayerPass, number: int) -> None:
+    def __init__(self, moves: Transport, call: str, layer_pass: LayerPass, number: int) -> None:
         slot = CudaSlot if moves.device.type == "cuda" else SharedSlot
         self._moves, self._call, self._run = moves, call, getattr(slot, call)
-        self._pass, self._number, self._kept = pass_name, number, list[Tensor]()
+        self._pass, self._number, self._kept = layer_pass, number, list[Tensor]()
         self._patch = patch.object(slot, call, lambda slot, *given: self._called(slot, *given))
 
     def __enter__(self) -> None:
@@ -172,8 +174,9 @@ class DamagedSlots:
         self._run(slot, *self._kept, *given[1:])
 
 
-def damaged_in_memory(folder: Path, data: Path, call: str, pass_name: LayerPass, number: int, *overrides: str) -> str:
-    """The message of a run in which mapped memory is damaged in the repeated pass of step 1. Runs in a worker."""
+def damaged_in_memory(folder: Path, data: Path, call: str, layer_pass: LayerPass, number: int, *overrides: str) -> str:
+    """Return the error of a run in which mapped memory is damaged while a microbatch of step 1 runs under `WireChecks`. Runs
+    in a worker."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
     group = trainer.built.mesh["tp"].get_group()
     if trainer.built.device.type == "cpu":
@@ -183,7 +186,7 @@ def damaged_in_memory(folder: Path, data: Path, call: str, pass_name: LayerPass,
     moves = transport.transport_of(group)
     assert moves is not None
     try:
-        with pytest.raises(SentinelError) as error, DamagedSlots(moves, call, pass_name, number):
+        with pytest.raises(SentinelError) as error, DamagedSlots(moves, call, layer_pass, number):
             Trainer.train(trainer, done)
     finally:
         transport.destroy()
@@ -191,8 +194,8 @@ def damaged_in_memory(folder: Path, data: Path, call: str, pass_name: LayerPass,
 
 
 def damaged_send(folder: Path, data: Path, *overrides: str) -> str:
-    """The message of a run in which a send of rank 0 in the forward of LAYER is damaged in the repeated pass of step 1. Runs in
-    a worker."""
+    """Return the error of a run in which a send of rank 0 in fprop of gate and up is damaged while a microbatch of step 1
+    runs under `WireChecks`. Runs in a worker."""
     trainer, done = training.trainer(training.config(folder, data, *overrides))
     start, kept = exchange._start_round, list[Tensor]()
 
@@ -236,7 +239,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     few([("fp8_delayed", "false"), ("nvfp4", "false"), ("fp8_current", "true")], ("nvfp4", "false")),
 )
 def test_a_clean_run_is_the_run_without_it(ranks, tmp_path, data, device_type, recipe, compiled):
-    """The sentinel repeats two steps of the run. On GPUs other steps (4 and 6 to 9) are replays of a graph, and steps 4
+    """The sentinel checks two steps of the run. On GPUs other steps (4 and 6 to 9) are replays of a graph, and steps 4
     and 8 are followed by a validation."""
     every = 5 if device_type == "cuda" else 2
     given = f"--recipe {recipe} --train.compile {compiled} --train.steps {2 * every} --train.ledger off".split()
@@ -287,16 +290,16 @@ def test_a_difference_skips_the_update_by_setting(ranks, tmp_path, data):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("pass_name", "said", "mesh"),
+    ("purpose", "said", "mesh"),
     [
         ("fprop", "fprop of model.embed_tokens", ()),
         ("dgrad", "dgrad of lm_head", ()),
         ("", "weights or gradients of no single layer", ("--mesh.tp", "1")),
     ],
 )
-def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, pass_name, said, mesh):
+def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, purpose, said, mesh):
     given = ("--train.sentinel", "1", "--train.ledger", "off", *mesh)
-    messages = ranks(2).run(damaged, tmp_path, data, pass_name, *given)
+    messages = ranks(2).run(damaged, tmp_path, data, purpose, *given)
     assert messages[0] == messages[1]
     told = f"{said} from rank 0, which arrived with other bits than were sent"
     assert re.search(rf"first on rank 1 \([^)]*\): {re.escape(told)}", messages[0])
@@ -304,7 +307,7 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, pass
 
 @pytest.mark.parametrize("world", [2, nightly(4)])
 @pytest.mark.parametrize(
-    ("call", "number", "pass_name", "said", "overlap", "sequence_parallel"),
+    ("call", "number", "layer_pass", "said", "overlap", "sequence_parallel"),
     [
         ("push", 1, (f"{QKV} and siblings", "forward"), f"fprop of {QKV}", "serial", "true"),  # a gather
         ("push", 1, (OUT, "forward"), f"fprop of {OUT}", "serial", "true"),  # a reduce-scatter
@@ -318,11 +321,11 @@ def test_a_damaged_transfer_is_named_with_its_sender(ranks, tmp_path, data, pass
     ],
 )
 def test_damage_in_mapped_memory_is_named(
-    ranks, tmp_path, data, world, call, number, pass_name, said, overlap, sequence_parallel
+    ranks, tmp_path, data, world, call, number, layer_pass, said, overlap, sequence_parallel
 ):
     given = f"--train.sentinel 1 --train.ledger off --groups.default.overlap {overlap} --mesh.tp {world}".split()
     given += f"--mesh.sequence_parallel {sequence_parallel} --model.kv_heads 4".split()
-    messages = ranks(world).run(damaged_in_memory, tmp_path, data, call, pass_name, number, *given)
+    messages = ranks(world).run(damaged_in_memory, tmp_path, data, call, layer_pass, number, *given)
     assert len(set(messages)) == 1
     assert messages[0].startswith("step 1: ")
     told = f"{said} from rank 0, which arrived with other bits than were sent, 1 in all: "

@@ -27,7 +27,7 @@ def layer(**options: Any) -> Linear:
 
 
 def weight_grad(linear: Linear, recompute: bool = False) -> Tensor:
-    """Run a microbatch, always with the same x and dy, and return its weight gradient."""
+    """Run a microbatch, always with the same x and dy, and return the weight gradient."""
     linear.weight.grad = None
     x = matrix("gauss", SIZE, SIZE, 1).requires_grad_()
     y = checkpoint(linear, x, use_reentrant=False) if recompute else linear(x)
@@ -55,7 +55,8 @@ def test_evaluation_draws_nothing_and_recomputation_the_same_bits():
 @pytest.mark.parametrize(("attached", "recompute"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("make", [layer, lambda: dlp.ops.Sequential(dlp.ops.GELU(), layer())], ids=["layer", "ops"])
 def test_the_counter_is_copied_only_for_a_pending_backward(monkeypatch, make, attached, recompute):
-    """A copy takes as much host time as a tenth of a small layer."""
+    """Copies would take host time in each forward, so the counter is copied only when another forward begins before the
+    backward."""
     copies, clone = list[Tensor](), Tensor.clone
 
     def watched(self: Tensor, **options: Any) -> Tensor:

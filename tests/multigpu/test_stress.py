@@ -30,7 +30,7 @@ from tests.paired_models import values, without_programs
 from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 FEATURES = 512
-# On CPU ranks; GPUs run all cases
+# Recipes that run on CPU ranks; GPUs run all recipes
 EMULATED = (
     "bf16",
     "fp8_current",
@@ -45,7 +45,7 @@ STRATEGIES = ("serial", "chunked", "chunked:2")
 
 @functools.cache
 def another_mesh() -> DeviceMesh:
-    """A second mesh over the same two ranks; over four ranks, pairs of ranks."""
+    """Return a second mesh over the same ranks: over two ranks, one group of two; over four ranks, two groups of two."""
     return dlp.build_mesh(tp=2, dp_shard=-1, device_type=worker.device().type)
 
 

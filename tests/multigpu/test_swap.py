@@ -144,7 +144,8 @@ def test_slots_of_another_format_or_margin_start_anew(changed):
 
 def by_the_module_around() -> tuple[list[str], list[str], str]:
     """Change a recipe by `dlp.set_recipe` of a module that contains the converted model, which prefixes the names of
-    layers; train and resume."""
+    layers. Return the changed layers, the layers with this recipe in a model that loads the state, and the error of
+    a change of one sibling alone."""
     first, second = (nn.ModuleDict({"inner": net("bf16", worker.mesh(tp=2))}) for _ in range(2))
     swap = dlp.set_recipe(first, "inner.blocks.1.**", "fp8_current")
     dlp.load_state_dict(second["inner"], dlp.state_dict(first))
@@ -180,7 +181,7 @@ def test_siblings_swap_together_or_not_at_all(ranks):
 
 
 def swapping(model: Net) -> None:
-    """Recipe of the second block: fp8_current, nvfp4 after 2 steps, bf16 after 4 steps."""
+    """Schedule recipes of the second block: nvfp4 after 2 steps, fp8_delayed after 4, bf16 after 6."""
     layers = [name for name in layer_modules(model) if name.startswith("blocks.1.")]
     schedule(model, layers, 2, "nvfp4")
     schedule(model, layers, 4, {"name": "fp8_delayed", "amax_history_len": 4})
@@ -196,7 +197,8 @@ def uninterrupted(sizes: dict[str, int]) -> tuple[dict[str, Tensor], list[float]
 
 
 def interrupted(sizes: dict[str, int], at: int) -> tuple[dict[str, Tensor], list[float], list[str]]:
-    """A run that stops after `at` steps, and another run that continues from its checkpoint."""
+    """Train `at` steps, and continue in another model from the state of the first; return the weights, the losses of all
+    steps and the recipe changes."""
     mesh = worker.mesh(**sizes)
     first = net("fp8_current", mesh)
     swapping(first)

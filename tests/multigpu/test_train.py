@@ -281,7 +281,7 @@ REPEATED = (
 
 
 def poisoned(config: Config) -> tuple[str, int]:
-    """Return the message, and the number of optimizer steps before the run ended."""
+    """Return the error of a run of `Poisoned`, and the number of optimizer steps before it."""
     trainer, done = training.trainer(config, Poisoned)
     with pytest.raises(NotFinite) as caught, trainer.run.logged():
         trainer.train(done)
@@ -313,7 +313,7 @@ def test_a_nan_names_step_rank_and_layer_and_saves_nothing(ranks, tmp_path, data
 
 
 def poisoned_on_a_full_disk(config: Config) -> str:
-    """The message of such a run whose current save fails as well."""
+    """Return the error of a run of `Poisoned` in which a save fails as well."""
     trainer, done = training.trainer(config, Poisoned)
     settle = trainer.saver.settle
 
@@ -357,7 +357,7 @@ def test_the_check_is_read_one_step_late(ranks, tmp_path, data):
 
 
 def begun(config: Config) -> tuple[str, int]:
-    """Number of steps that had begun when the NaN of step 4 was detected."""
+    """Return the error about the NaN of step 4, and the number of steps that had begun when it was raised."""
     counted: list[int] = []
 
     class Counting(Poisoned):
@@ -441,7 +441,7 @@ def test_a_gradient_that_is_not_finite_is_told_from_a_layer(ranks, tmp_path, dat
 
 
 class Swallowed(Trainer):
-    """Trainer with an Inf on the last rank that does not affect the loss: in dy or x of the last layer."""
+    """Trainer with an Inf on rank 1 in step 3 that does not affect the loss: in x or dy (`into`) of the first down_proj."""
 
     into: ClassVar[str]
 

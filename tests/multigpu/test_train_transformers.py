@@ -88,13 +88,14 @@ def config(folder: Path, data: Path, *overrides: str) -> Config:
 
 
 def groups_of(folder: Path) -> list[str]:
-    """The layer group of the test, which matches linears. Some architectures have no linears in blocks."""
+    """Return an override of the pattern of the layer group, which must match linears, for an architecture that has none in
+    its blocks; [] for others."""
     kind = json.loads((folder / "model" / "config.json").read_text())["model_type"]
     return ["--groups.default.match", '["lm_head"]'] if kind in WITHOUT_LINEARS else []
 
 
 def expected(config: Config, count: int = 1) -> list[float]:
-    """Losses of the unconverted module in a plain loop, on the batches of the run.
+    """Return the losses of the unconverted module in a plain loop, on the batches of the run.
 
     Parameters are fp32. In bf16 a copy of the module with rounded parameters computes the gradients, one data-parallel
     rank (of `count`) after the other. The loss function and the order of sums of the norm are those of the run, because
@@ -144,7 +145,7 @@ def expected(config: Config, count: int = 1) -> list[float]:
 
 
 def norm_of(grads: list[torch.Tensor], count: int) -> torch.Tensor:
-    """The gradient norm as `count` FSDP ranks compute it: each rank sums the squares of its shards."""
+    """Return the gradient norm as `count` FSDP ranks compute it: each rank sums the squares of its shards."""
     squares = []
     for rank in range(count):
         norms = torch.stack([part.norm() for grad in grads for part in grad.chunk(count)[rank : rank + 1]])
@@ -162,7 +163,7 @@ def some(names: tuple[str, ...], few: tuple[str, ...]) -> list[Any]:
 
 
 def trains(ranks: Any, count: int, folder: Path, data: Path, *overrides: str, near: float = NEAR) -> Config:
-    """Run on `count` ranks; losses must equal the losses of the unconverted module."""
+    """Run on `count` ranks, and assert that losses are within `near` of the unconverted module; return the config."""
     asked = config(folder, data, *overrides)
     ranks(count).run(run, asked)
     losses = list(training.metrics(asked).values())
@@ -201,8 +202,8 @@ def test_on_two_fsdp_ranks(ranks, architecture: str, dtype: str, tmp_path: Path,
 
 
 def test_a_module_that_shares_a_parameter_is_no_block():
-    """transformers lists BertEmbeddings in _no_split_modules, but it cannot be an FSDP block if the head shares its
-    weight."""
+    """transformers lists BertEmbeddings in _no_split_modules, but this module cannot be an FSDP block if the head shares
+    the weight of the embedding."""
     assert list(named_blocks(hf_models.make("BertLMHeadModel"))) == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
     assert "bert.embeddings" in named_blocks(hf_models.make("BertLMHeadModel", tie_word_embeddings=False))
 
@@ -218,7 +219,7 @@ def test_on_two_tp_ranks(ranks, architecture: str, dtype: str, tmp_path: Path, s
 
 @pytest.mark.ranks(1)
 def test_in_bf16_with_recomputed_blocks(ranks, tmp_path: Path, shards: Path):
-    """bf16 weights of a folder become fp32 in the run; modules compute in bf16, also on one rank."""
+    """With dtype bf16, parameters of the run are fp32 and modules compute in bf16, also on one rank."""
     saved("Qwen3ForCausalLM", tmp_path)
     asked = trains(ranks, 1, tmp_path, shards, *IN_BF16, "--train.checkpointing", "full")
     weights = ranks(1).run(dtypes, asked)[0]
@@ -226,8 +227,8 @@ def test_in_bf16_with_recomputed_blocks(ranks, tmp_path: Path, shards: Path):
 
 
 def compiled_run(config: Config) -> tuple[int, dict[str, int]]:
-    """A run in which torch.compile runs graphs without inductor, which compiles for a minute on a CPU; return the
-    number of graphs, and the graph breaks by reason. Runs in a worker."""
+    """Run with the backend aot_eager, because inductor would compile for a minute on a CPU; return the number of graphs,
+    and the number of graph breaks by reason. Runs in a worker."""
     counters = torch._dynamo.utils.counters
     with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
         torch._dynamo.reset()
@@ -277,7 +278,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_its_export_has_equal_logits(ranks
 
 def exported(config: Config, folder: str) -> list[float]:
     """Return the largest difference between the logits of the parameters of a run and of the exported folder, both
-    computed in fp32 by transformers."""
+    computed in fp32 by transformers, and the largest logit."""
     made, _ = training.trainer(config)
     trained = {name: parameter.full_tensor() for name, parameter in made.built.model.named_parameters()}
     model = transformers.AutoModelForCausalLM.from_pretrained(config.model.folder).float().eval()

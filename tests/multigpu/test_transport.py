@@ -55,7 +55,7 @@ def exchange(moves: Transport, part: Tensor, cut: int = 0) -> Tensor:
 
 
 def content(seed: int, shape: tuple[int, ...], dtype: torch.dtype, *who: int) -> Tensor:
-    """Content that rank `who` sends, which every rank can compute from the seed."""
+    """Return random values that depend only on the seed and on `who`, for example the sending and the receiving rank."""
     draw = torch.Generator().manual_seed(hash((seed, *who)) % (1 << 31))
     return torch.randint(0, 200, shape, generator=draw).to(dtype).to(worker.device())
 
@@ -82,7 +82,7 @@ def gathered(moves: Transport, seed: int, kinds: Kinds) -> list[Tensor]:
 
 
 def outgoing(moves: Transport, seed: int, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
-    """Tensor that a rank sends to all ranks, [R, *shape]."""
+    """Return the tensor [R, *shape] of which `rank` sends chunk r to rank r."""
     return torch.stack([content(seed, shape, dtype, rank, to) for to in range(moves.world)])
 
 
@@ -151,7 +151,7 @@ def falls_behind(mine: random.Random) -> None:
 
 def checked_operations(seed: int, count: int) -> tuple[int, list[int], int]:
     """Run random operations with checksums at sender and receiver, and then some without; return the number of errors,
-    the numbers of checked transfers after each, and the number of transfers whose checksums differ."""
+    the number of checked transfers after both parts, and the number of transfers whose checksums differ."""
     transfers = []
     with WireChecks() as checks:
         wrong = random_operations(seed, count)
@@ -170,7 +170,7 @@ def test_sums_of_random_transfers_agree(ranks):
 
 @pytest.mark.parametrize(("world", "count"), [(2, 250), nightly(2, 500), nightly(4, 125)])
 def test_random_transfers_arrive(ranks, device_type, share_gpu, world, count):
-    """Runs twice `count` operations, and ten times as many on separate GPUs."""
+    """On separate GPUs, ten times as many passes run."""
     times = count if device_type == "cpu" or share_gpu else 10 * count
     assert ranks(world).run(random_operations, 1, times, timeout=600.0) == [0] * world
 
@@ -413,7 +413,7 @@ def sum_of(moves: Transport, x: Tensor) -> Tensor:
 
 def recorded_and_captured() -> list[bool]:
     """Record a reduce-scatter and an agreement as one call, and capture both in a CUDA graph; replay each on other
-    values."""
+    values. Return whether each result is correct."""
     moves, found = make_transport(), []
     x, amax = torch.empty(moves.world, 64, 256, device="cuda"), torch.empty((), device="cuda")
 

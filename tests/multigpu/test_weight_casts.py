@@ -65,8 +65,8 @@ def made(recipe: Any, held: str, optimizer: str, cached: bool) -> tuple[Net, tor
 
 
 def trained(recipe: Any, held: str, optimizer: str, cached: bool) -> Trained:
-    """Losses of four steps and the weights afterwards. After the second step, a load scales all weights, and a loss is
-    computed before the next step boundary."""
+    """Return the losses of four steps and the weights afterwards. After the second step, a load scales all weights, and a
+    further loss is computed before the next step boundary."""
     with ExitStack() as kernels:
         if worker.device().type == "cpu":
             kernels.enter_context(emulation(batches=True))

@@ -84,8 +84,8 @@ def linear_errors(recipe: str, names: list[str]) -> list[dict[str, float]]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_a_linear_sums_on_the_wire_of_its_recipe(ranks, world, recipe):
-    """Only results that are summed over ranks have the error of the fp8 wire: rounding gaussian values to E4M3 has a
-    relative error of 2.6 %."""
+    """Only results that are summed over ranks have the error of the fp8 wire, which is about 2.6 % because the values are
+    gaussian and rounded to E4M3."""
     for found in ranks(world).run(linear_errors, recipe, ["serial", "chunked:2"]):
         for i, errors in enumerate(found):
             on_wire, other_order = ("dx", "y0")[(i // 2) % 2], i % 2
@@ -129,7 +129,7 @@ def test_rows_that_cannot_be_cut_are_an_error(ranks):
 
 
 def fsdp_gradients(wires: list[str | None]) -> list[dict[str, Tensor]]:
-    """Full gradients of one step of an FSDP model, with FSDP's reduce-scatter (None) or with a wire."""
+    """Return the full gradients of one backward of an FSDP model for each wire; None: FSDP's own reduce-scatter."""
     mesh, found = worker.mesh(dp_shard=dist.get_world_size()), []
     for wire in wires:
         torch.manual_seed(0)
@@ -159,8 +159,8 @@ def test_gradients_of_fsdp_travel_on_a_wire(ranks, world):
 
 
 def bf16_gradients(computed: bool) -> list[Tensor]:
-    """Shards of the gradients of two steps without an update. The parameters of the model are bf16 during forward and
-    backward."""
+    """Return the shards of the gradients of two accumulated backwards, in which parameters are bf16. `computed`: ranks send
+    gradients as bf16, as computed; otherwise FSDP reduces them in fp32."""
     mesh, device = worker.mesh(dp_shard=dist.get_world_size()), worker.device()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 31)).to(device)

@@ -33,8 +33,8 @@ def said(call: Callable[[], Any]) -> str:
 
 
 class Small(nn.Module):
-    """A model with everything that conversion replaces: an embedding sharded along the vocabulary, a norm, siblings, a
-    head."""
+    """A model with the kinds of modules that conversion replaces: an embedding, a norm, siblings, and a linear after
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,8 @@ def test_torchs_averaged_model_computes_with_the_average(ranks):
 
 
 def copied_regions() -> list[bool]:
-    """Copy a sequence-parallel model with sums of partial gradients; the copy must train like the original."""
+    """Train a sequence-parallel model, which sums partial gradients, and a copy of it, and assert that losses are equal;
+    return whether each gradient of a further backward is equal."""
     mesh = worker.mesh(tp=2)
     model = net("fp8_current", mesh)
     other = copy.deepcopy(model)
@@ -156,7 +157,7 @@ def test_a_copy_sums_its_partial_gradients(ranks):
 
 
 def replaced(model: Small) -> None:
-    """Replace a parameter on tp by a plain parameter."""
+    """Replace a parameter on tp by a plain parameter, and call the layer."""
     model.up.weight = nn.Parameter(torch.ones(64, 64, device=worker.device()))
     model.up(torch.zeros(8, 64, device=worker.device()))
 
@@ -207,8 +208,8 @@ def test_what_a_converted_model_cannot_bear_is_one_sentence(ranks):
 
 
 def with_ddp() -> list[Tensor]:
-    """Gradients under DDP of explicitly constructed layers with plain parameters, and gradients of the complete
-    batch."""
+    """Return the gradients of explicitly constructed layers under DDP, and the gradients of the complete batch on one
+    rank."""
     torch.manual_seed(0)
     model = nn.Sequential(dlp.Linear(64, 64, True), dlp.Linear(64, 32)).to(worker.device())
     alone = copy.deepcopy(model)

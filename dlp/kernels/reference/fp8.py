@@ -96,8 +96,8 @@ def scale_from_amax(
 ) -> Tensor:
     """Return the scale of an 8-bit format with the largest value `fp8_max`, fp32, elementwise over `amax`.
 
-    An amax of 0, Inf or NaN gives 1. If the quotient overflows, the scale is `inf_scale`. `power_of_two` clears the mantissa,
-    which rounds the scale down to a power of two.
+    An amax below `epsilon` counts as `epsilon`. An amax of 0, Inf or NaN gives 1. If the quotient overflows, the scale is
+    `inf_scale`. `power_of_two` clears the mantissa, which rounds the scale down to a power of two.
     """
     clamped = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     usable = torch.isfinite(clamped) & (clamped > 0)
@@ -251,9 +251,9 @@ def delayed_update(
     """Return the new history and scale after one step of delayed scaling of n slots, from history fp32 [L, n] and scale [n].
 
     history[0] is the staging row, and history[1:] are amaxes from the oldest to the newest. `reduced` [n] is the staging row
-    after the all-reduce. `target` [n] is fl(fp8_max * 2^-margin), the value to which the scale maps the amax. The window of
-    `algorithm` (`delayed_scale`) has L rows, with the amax of this step last. A slot with amax 0 was not used in this step:
-    history and scale of the slot do not change.
+    after the all-reduce; where it is 0, history[0] is the amax of this step. `target` [n] is fl(fp8_max * 2^-margin), the value
+    to which the scale maps the amax. The window of `algorithm` (`delayed_scale`) has L rows, with the amax of this step last. A
+    slot with amax 0 was not used in this step: history and scale of the slot do not change.
     """
     last = torch.where(reduced != 0, reduced, history[0])
     used = last != 0

@@ -4,8 +4,8 @@ Each contribution is quantized once and decoded to fp32 before it is added; part
 in a block with the largest magnitude A is at most |x| * 2**-4 + A / 448 * 2**-10: half a step of E4M3 for normal numbers, or
 half a step of subnormal numbers.
 
-The scale also carries non-finite values: a block with a NaN has the scale NaN, a block with an Inf has the scale Inf, and no
-value of such a block decodes to a finite value. A block of zeros has the scale 1. Scales are never denormal.
+scale_inv also carries non-finite values: a block with a NaN has scale_inv NaN, a block with an Inf has scale_inv Inf, and no
+value of such a block decodes to a finite value. A block of zeros has scale_inv 1. scale_inv is never denormal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dlp.kernels.reference.fp8 import FP8_MAX, decode_fp8, encode_fp8, with_own
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
 Own = tuple[int, Tensor, Tensor]  # index of a rank whose contribution is stored elsewhere, its codes, its scale_inv
-LEAST_AMAX = FP8_MAX[E4M3] * 2.0**-126  # a smaller amax would give a denormal scale
+LEAST_AMAX = FP8_MAX[E4M3] * 2.0**-126  # a smaller amax would give a denormal scale_inv
 
 
 def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

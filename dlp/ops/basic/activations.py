@@ -5,7 +5,7 @@
     ClampedSwiGLU                                  a SwiGLU with clamped gate and up
 
 Except for ClampedSwiGLU, forward and backward return lazy matrices (`dlp.kernels.lazy_activations`), which the next cast may
-compute.
+compute. The backward of a gate whose input is one tensor stores the gradient.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _joined(*halves: Tensor, out: Tensor) -> None:
 
 
 class _Gate(BasicOperation):
-    """Base of the gates. act: name of the function of gate in `dlp.kernels.reference.ACTIVATIONS`."""
+    """Base of the gates. act: name of the function that is applied to gate, in `dlp.kernels.reference.ACTIVATIONS`."""
 
     act: str
     takes = frozenset({LAZY, MANY})
@@ -183,7 +183,7 @@ class SwiGLU(_Gate):
         - output: [..., F]
 
     Raises:
-        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+        ValueError: for more than two tensors, siblings of different shapes, or an odd number of features.
 
     Examples:
         >>> ops.Sequential(ops.Linear(64, (128, 128)), ops.SwiGLU())(torch.randn(16, 64)).shape
@@ -202,7 +202,7 @@ class GEGLU(_Gate):
         - output: [..., F]
 
     Raises:
-        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+        ValueError: for more than two tensors, siblings of different shapes, or an odd number of features.
 
     Examples:
         >>> ops.Sequential(ops.Linear(64, (128, 128)), ops.GEGLU())(torch.randn(16, 64)).shape
@@ -220,7 +220,7 @@ class QGEGLU(_Gate):
         - output: [..., F]
 
     Raises:
-        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+        ValueError: for more than two tensors, siblings of different shapes, or an odd number of features.
 
     Examples:
         >>> ops.QGEGLU()(torch.randn(16, 128)).shape
@@ -238,7 +238,7 @@ class ReGLU(_Gate):
         - output: [..., F]
 
     Raises:
-        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+        ValueError: for more than two tensors, siblings of different shapes, or an odd number of features.
 
     Examples:
         >>> ops.ReGLU()(torch.randn(16, 128)).shape
@@ -256,7 +256,7 @@ class SReGLU(_Gate):
         - output: [..., F]
 
     Raises:
-        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+        ValueError: for more than two tensors, siblings of different shapes, or an odd number of features.
 
     Examples:
         >>> ops.SReGLU()(torch.randn(16, 128)).shape
@@ -274,7 +274,7 @@ class GLU(_Gate):
         - output: [..., F]
 
     Raises:
-        ValueError: for three tensors, siblings of different shapes, or an odd number of features.
+        ValueError: for more than two tensors, siblings of different shapes, or an odd number of features.
 
     Examples:
         >>> ops.GLU()(torch.randn(16, 128)).shape
@@ -297,7 +297,8 @@ class ClampedSwiGLU(_Gate):
         - output: [..., F]
 
     Raises:
-        ValueError: for a limit that is not positive.
+        ValueError: for a limit that is not positive, more than two tensors, siblings of different shapes, or an odd number of
+            features.
 
     Examples:
         >>> ops.ClampedSwiGLU(limit=7.0)(torch.randn(16, 128)).shape

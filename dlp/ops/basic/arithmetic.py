@@ -177,8 +177,8 @@ class ConstantScale(BasicOperation):
         return self.scale
 
     def scale_of(self, ctx: OperationContext) -> float:
-        """Return the scale of the forward of this context; the current `scale` if a user-defined fused op ran that forward, and
-        stored none."""
+        """Return the scale of the forward of this context; the current `scale` if no scale is stored, because a user-defined
+        fused op ran that forward."""
         scale: float = getattr(ctx, "scale", self.scale)
         return scale
 

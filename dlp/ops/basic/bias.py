@@ -54,7 +54,8 @@ class _BiasVectors(BasicOperation):
 
 
 def check_bias(bias: Tensor, shape: Sequence[int]) -> None:
-    """Raise ValueError if the size of a bias differs from the number of features of `shape`: torch would broadcast size 1."""
+    """Raise ValueError if the size of a bias differs from the number of features of `shape`, since torch would broadcast a bias
+    of size 1."""
     if tuple(bias.shape) != tuple(shape[-1:]):
         raise ValueError(f"Bias: expected {bias.shape[0]} features; got a tensor of shape {tuple(shape)}")
 

@@ -43,7 +43,7 @@ class OfRanks(BasicOperation):
 
 
 class _OverGroup(OfRanks):
-    """Base of the collectives. If the group has one rank, the op returns its input."""
+    """Base of the collectives. Without a group, and for a group of one rank, the op returns its input."""
 
     launches = True
     settings = ("process_group",)

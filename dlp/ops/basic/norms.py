@@ -97,8 +97,8 @@ class _Norm(BasicOperation):
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether x has memory: it is not traced, fake or meta. `plain` then runs the kernels of a fused pass, with equal bits,
-    though a dispatch mode is active."""
+    """Whether x has memory: it is not traced, fake or meta. `plain` then runs the kernels of a fused pass even under a dispatch
+    mode, so that results are bitwise equal."""
     return not (torch.compiler.is_dynamo_compiling() or isinstance(x, FakeTensor) or x.is_meta)
 
 

@@ -1,8 +1,9 @@
 """Quantize: return a quantized tensor (`dlp.ops.handed`), so that linears of the next module need not cast it.
 
 Before a linear of the same fuser the op does nothing, since the linear casts its input. At the end of a sequence the op
-quantizes as `reader` would, or by `recipe`, or by the recipe of the `dlp.autocast` region. Without a recipe, and if only the
-layer that reads the tensor can cast it (`handed.why_not`), the op returns its input.
+quantizes as `reader` would; without a reader by the recipe of the `dlp.autocast` region if there is one, else by `recipe`. The
+op returns its input if there is neither a reader nor a recipe, or if only the layer that reads the tensor can cast it
+(`handed.why_not`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Quantize(OfRanks):
     Args:
         forward: quantize the output.
         backward: quantize the gradient of the input.
-        recipe: name of a recipe, or a `Recipe`; None: the recipe of the `dlp.autocast` region.
+        recipe: name of a recipe, or a `Recipe`, which the recipe of an enabled `dlp.autocast` region replaces; None: only the
+            region has a recipe.
         strict: raise ValueError if the tensor cannot be quantized, or if a linear cannot read the quantized tensor.
         process_group: if the next linear gathers token shards: the ranks with these shards, which agree on scales; else None.
         reader: the linear of another module that reads the output (forward) or the gradient (backward). The tensor is cast as
@@ -92,15 +94,16 @@ class Quantize(OfRanks):
         return [f"returns {results[tensor]} in high precision: {why}" for tensor, why in self._high_precision.items()]
 
     def active_recipe(self) -> Recipe | None:
-        """Return the recipe of the autocast region if there is one, else the recipe of this op; None: no recipe."""
+        """Return the recipe of the enabled autocast region if it has one, else the recipe of this op; None: no recipe."""
         region = active_region()
         own = self.own_recipe()
         recipe = own if region is None or not region.enabled else region.recipe or own
         return None if recipe is None else recipe.for_layer("quantize")
 
     def _quantized(self, ctx: OperationContext, value: Value, tensor: str) -> Value:
-        """Quantize the value as the recipe or the reader of this forward casts `tensor`, "x" or "dy". If that is not possible,
-        return the value unchanged, or raise ValueError if the op is strict."""
+        """Quantize the value as the recipe or the reader of this forward casts `tensor`, "x" or "dy". Return the value
+        unchanged if it is already quantized, if there is neither recipe nor reader, or if it cannot be quantized; in the last
+        case a strict op raises ValueError."""
         recipe, strict, group, bound = ctx.how
         if isinstance(value, Handed) or (recipe is None and bound is None):
             return value
@@ -134,7 +137,8 @@ class Quantize(OfRanks):
         return (self._quantized(ctx, grad_output, "dy") if ctx.quantizes_dx else grad_output), ()
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
-        """Return a view of x, to which the codes for the next linear are attached. The gradient is dense."""
+        """Return a view of x, to which the codes for the linear that reads x are attached; or x itself if x stays in high
+        precision. The gradient is dense."""
         reader = self._traced_reader() if self.on_forward else None
         return x if reader is None or isinstance(x, tuple) else reader.cast(x)
 

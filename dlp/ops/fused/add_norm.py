@@ -42,7 +42,7 @@ class ForwardAddNorm(InnerFused):
 
 
 class _LazySum:
-    """The sum in an `AddedNormed`, as an extra output [..., C]. It is read after all ops have run: then the norm has written
+    """The sum in an `AddedNormed`, as an extra output [..., C]. It is read after all ops have run, when the norm has written
     it."""
 
     def __init__(self, normed: AddedNormed, shape: Sequence[int]) -> None:

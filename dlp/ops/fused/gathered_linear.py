@@ -62,7 +62,8 @@ class GatheredLinear(InnerFused):
 
 
 def why_not(gather: Any, linear: Any, bias: Any = None) -> str | None:
-    """Return the reason why a linear that gathers x would change results; None: results are bitwise equal."""
+    """Return the reason why a linear that gathers x would change results or is not possible; None: results are bitwise
+    equal."""
     spec = linear.planned_spec
     if bias is not None and len(bias.where) != len(spec.members):
         return "the number of biases differs from the number of siblings"

@@ -211,7 +211,8 @@ def _check_no_recomputation(core: LayerState) -> None:
 
 
 def check_compiled(bound: BoundSpec) -> None:
-    """Raise ValueError if compiled code runs in an autocast region, which compiled code cannot look up."""
+    """Raise ValueError if a forward in an autocast region runs under a spec that the region did not choose, because compiled
+    code cannot look up the region and would ignore it."""
     region = REGION.get()
     if region is not None and bound not in region.resolved and not in_backward():
         raise ValueError(

@@ -101,8 +101,8 @@ class BoundCall:
 
 
 def check_given(bound: BoundSpec, given: Sequence[Any]) -> None:
-    """Raise ValueError for an x that is not bf16, fp16 or fp32, and for parameters on another device than x. `given`: x and the
-    parameters."""
+    """Raise ValueError for an x that is not bf16, fp16 or fp32, and for parameters on another device than x. Log a line if
+    casts of an fp16 x cannot run as kernels. `given`: x and the parameters."""
     spec, x = bound.spec, given[0]
     if x.dtype not in ACTIVATIONS:
         raise ValueError(f"{spec.name}: x must be bf16, fp16 or fp32; got {x.dtype}: convert it before the layer")
@@ -173,8 +173,8 @@ Run = tuple[BoundCall, WeightParts | None]
 
 
 def forward(ctx: Any, run: Run, tensors: Sequence[Any], finish: Finish = NO_FINISH) -> tuple[Tensor, ...]:
-    """Compute y_i [..., N_i] from `tensors`, [x, *weights, *biases]. ctx: autograd's context; None: there will be no backward.
-    A forward with a `finish` is not captured."""
+    """Compute y_i [..., N_i] from `tensors`, [x, *weights, *biases]. ctx: autograd's context, in which the tensors for
+    backward are saved; None: there will be no backward. A forward with a `finish` is not captured."""
     (call, cast_weights), (x, *parameters) = run, tensors
     bound, count, record = call.bound, call.count, call.record
     bound.session.begin_forward(bound.spec, record)

@@ -72,10 +72,10 @@ def token_gemm(
 def contract_gemm(
     spec: LinearSpec, dy: QuantizedTensor, x: QuantizedTensor, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
-    """Compute dw [N, K] = dy.T @ x, summed over tp if tp shards the tokens.
+    """Compute dw [N, K] = dy.T @ x, summed over tp if dy and x have only the tokens of this rank.
 
     dy, x          columnwise operands [N, M] and [K, M], which may be padded
-    shape, dtype   of the weight
+    shape, dtype   shape and dtype of the weight
     """
     partial = spec.style.partial_weight_grad
     segments = canonical.segments_on_rank(dy.shape[1], spec.tp if partial else 1)
@@ -84,7 +84,7 @@ def contract_gemm(
 
 
 def token_sums(spec: LinearSpec, dy: Summed) -> Tensor:
-    """Compute db [N] in fp32, the sum of dy [M, N] over tokens, summed over tp if tp shards the tokens."""
+    """Compute db [N] in fp32, the sum of dy [M, N] over tokens, summed over tp if tp shards the rows of dy."""
     partial = spec.style.partial_bias_grad
     db = canonical.row_sums(dy.matrix, canonical.segments_on_rank(len(dy.matrix), spec.tp if partial else 1))
     return all_reduce(db, spec.group if partial else None)

@@ -78,7 +78,7 @@ def quantize_x(
     x: Tensor, spec_id: Tensor | None, trace_id: int, wgrad: bool, record: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Cast x [..., K] as a linear casts x. Return the rowwise parts and, if backward reads x columnwise, the columnwise parts.
-    If only the linear itself can cast x, log a line and return empty lists.
+    If only the linear itself can cast x, return empty lists; if the linear is known and its recipe quantizes x, log the reason.
 
     spec_id   identifies the linear; None: any linear that casts x by the recipe of `trace_id` and shares no scales over ranks
     wgrad     whether backward reads x

@@ -46,7 +46,7 @@ from dlp.te_arguments import keywords_of, refuse
 
 
 def check_input(spec: LinearSpec, x: Any) -> None:
-    """Raise TypeError for an x that is not a plain tensor."""
+    """Raise TypeError for a QuantizedTensor, a DTensor, and an x that is not a tensor."""
     if isinstance(x, QuantizedTensor):
         raise TypeError(
             f"{spec.name}: x is a QuantizedTensor ({x.format.name}), but a layer quantizes x by the recipe of the "
@@ -246,8 +246,9 @@ class LinearCore(LayerState):
 
     def sibling(self, index: int, x: Tensor) -> Tensor:
         """Return y of one member. The first sibling that is called with an x computes all y_i; the other siblings must be
-        called with the same x, and take their y_i. After an in-place change of x or a change of grad mode all y_i are computed
-        again."""
+        called with the same x, and take their y_i. If `calling_state` has changed since, for example by an in-place change of x
+        or another grad mode, or if x is a view of the same memory, the y_i are computed again. Raises ValueError for another
+        x."""
         if len(self.members) == 1:
             return self(x)[0]
         state = calling_state(x)

@@ -74,7 +74,8 @@ def quantize(
 class Quantized(NamedTuple):
     """x or dy after the casts.
 
-    rowwise, columnwise   an operand on this rank, or a gather that has started; None: this orientation was not requested
+    rowwise, columnwise   an operand on this rank; or a gather that has started, columnwise as the function that waits for it;
+                          None: this orientation was not requested
     own                   the operands that were cast from the tokens of this rank
     """
 
@@ -93,8 +94,8 @@ def quantize_route(
 ) -> list[Quantized]:
     """Quantize x or dy_i [M/R, features] of this rank, with one amax agreement for all, and start the gathers.
 
-    An operand that is gathered is cast directly into the output buffer of the gather. Values that already have operands
-    (`OPERANDS`) are not cast.
+    An operand is cast directly into the output buffer of its gather if `Gathered.leased` is true. Values that already have
+    operands (`OPERANDS`) are not cast.
     """
     leases, own = list[Lease | None](), [getattr(value, OPERANDS, NOTHING) for value in values]
     if route.before is not None and any([each is NOTHING for each in own]):
@@ -210,8 +211,8 @@ def whole(operand: Columnwise | None) -> QuantizedTensor:
 
 
 def outliving(operand: Columnwise | None, group: ProcessGroup | None) -> QuantizedTensor:
-    """Wait for an operand that will be read after this pass. A gathered operand is copied, since the transport of `group` uses
-    its memory again for the next gather."""
+    """Wait for an operand that will be read after this pass. A gathered operand is copied if `group` has a transport,
+    because the transport reuses the memory for later gathers."""
     arrived = whole(operand)
     if isinstance(operand, QuantizedTensor) or group is None:
         return arrived

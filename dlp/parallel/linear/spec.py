@@ -117,7 +117,7 @@ class LinearSpec:
     return_bias   whether forward returns (y without bias, bias)
     invariant     whether GEMMs and sums are bitwise equal on every mesh (`dlp.parallel.linear.canonical`)
 
-    Raises ValueError for a recipe, options or groups that the style does not support.
+    Raises ValueError for a style, a recipe, options and groups that exclude each other.
     """
 
     name: str
@@ -156,7 +156,8 @@ class LinearSpec:
             )
 
     def check_unattached(self) -> None:
-        """Raise ValueError for options that a layer with delayed scales does not support without an attached optimizer."""
+        """Raise ValueError if the layer has `save_original_input`, which delayed scales do not support without an attached
+        optimizer."""
         if self.options.save_original_input:
             raise ValueError(
                 f"{self.name}: without an attached optimizer, scales of {self.recipe} differ between forward and "
@@ -229,7 +230,8 @@ def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
 
 
 def check_extras(layer: str, recipe: Recipe, options: LayerOptions, return_bias: bool) -> None:
-    """Raise ValueError for an option that the recipe excludes."""
+    """Raise ValueError for an option that the recipe excludes: `return_bias` if y is quantized, `save_original_input` if x is
+    clipped, `delay_wgrad` if w is clipped."""
     if return_bias and recipe.y is not None:
         raise ValueError(
             f"{layer}: {recipe} quantizes y, and return_bias = true returns y before the bias is added; leave "
@@ -278,7 +280,7 @@ def _slot_name(recipe: Recipe, tensor: str, member: str, columnwise: bool) -> st
 
 def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[str, SlotOptions]]:
     """Return (tensor, options) by slot name, for each tensor that a layer with these members casts with a delayed
-    scale."""
+    scale. A tensor whose quantizer has two scales also has a slot with the suffix ".second"."""
     slots: dict[str, tuple[str, SlotOptions]] = {}
     for tensor in (*OPERANDS, *RESULTS):
         quantizers = recipe.of(tensor)

@@ -503,7 +503,7 @@ class LayerWeights:
 
     def operands_for(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
         """Return the operands from the step boundary, if a pass under this spec with x of `dtype` can read them; None: call
-        `read`."""
+        `read`. If `dtype` differs from the dtype of the last run under the layer's spec, discard operands of the last dtype."""
         if bound is not self.layer.bound:
             return self.parts if all([weight.serves(bound.spec) for weight in self.members]) else None
         if self.dtype != dtype:  # the next step boundary casts for the new dtype
@@ -615,7 +615,8 @@ def note_reasons(weights: Sequence[Weight]) -> None:
 @torch.inference_mode(False)  # later boundaries write into the operands that this boundary allocates
 @torch.no_grad()
 def refresh(session: StepState, weights: Sequence[Weight]) -> None:
-    """Cast these weights of a model in one batch. All ranks call this function together."""
+    """Cast these weights of a model in one batch, and store the operands in the weights. All ranks call this function
+    together."""
     batch = session.weight_batch
     wanted = [(weight, casts) for weight in weights if (casts := weight.casts(batch.values))]
     batch.values.renew()

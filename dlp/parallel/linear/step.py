@@ -121,7 +121,7 @@ class Flags:
 
 
 def bad_casts(names: Sequence[CastName | None], flags: Sequence[float]) -> list[tuple[int, CastName]]:
-    """Return (index, name) of each flag that is set. `flags`: values of `Flags.closed`, all blocks as one list."""
+    """Return (index, name) of each flag that is set. `flags`: the value of each flag, in the order of `names`."""
     found = enumerate(zip(names, flags, strict=False))  # `names` may have grown since
     return [(place, name) for place, (name, flag) in found if name is not None and math.isnan(flag)]
 
@@ -273,7 +273,7 @@ class PassState:
             self._update_after_backward(self.scales.behind.group)
 
     def _update_after_backward(self, group: ProcessGroup | None) -> None:
-        """Schedule the update of the scales of dy for the end of the running backward, once for all layers."""
+        """Schedule one update of the scales of dy in all layers, which runs at the end of the running backward."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -379,7 +379,8 @@ class PassState:
             self.scaling.update(lambda staged: agree([staged], shared)[0], forward)
 
     def leave_region(self, group: ProcessGroup | None) -> None:
-        """End the outermost autocast region: update the scales of casts in forward, over the region's `group`."""
+        """End the outermost autocast region: without an attached optimizer, update the scales of casts in forward, over the
+        region's `group`."""
         if not self.attached and self.has_slots():
             self.update_scales(True, group)
 

@@ -1,7 +1,7 @@
 """The step boundary: after each optimizer step, update delayed scales, apply scheduled recipe changes and cast weights.
 
-    before a step   check that no backward is running, no wgrad is delayed, partial gradients are summed, and replicas of
-                    parameters are equal
+    before a step   check that no backward is running, no weight was changed without a new cast, no wgrad is delayed, partial
+                    gradients are summed, and replicas of parameters are equal
     step            if there is a closure: cast the weights before each evaluation of the closure, and repeat the checks after
     after a step    bump the version counters of parameters, so that a backward that still needs old values raises; then run the
                     boundary in this order:
@@ -299,8 +299,8 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
 
 
 def _check_owns(model: nn.Module, optimizer: Optimizer, held: Sequence[Tensor]) -> None:
-    """Raise ValueError for an optimizer that holds no parameter of the model. `held`: master weights that an optimizer
-    may hold instead."""
+    """Raise ValueError for an optimizer that holds no parameter of the model, or a quantized-only weight in place of the
+    master. `held`: master weights that an optimizer may hold."""
     own = {id(parameter): name for name, parameter in model.named_parameters()} | {id(master): "" for master in held}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if is_placeholder(p) and p.requires_grad and id(p) in own:
@@ -404,7 +404,7 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
 def schedule(model: nn.Module, layers: Sequence[str], at_step: int, recipe: Any) -> None:
     """Schedule `set_recipe` for layers by name, at the step boundary after `at_step` optimizer steps.
 
-    Raises ValueError at once for a change that this boundary would reject."""
+    Raises ValueError at once for a step that is over, and for a change that this boundary would reject."""
     resolved, session = recipes.as_recipe(recipe), _session(model, layers)
     if at_step <= session.steps:
         raise ValueError(f"a recipe change at step {at_step} is in the past: {session.steps} steps are done")

@@ -124,7 +124,7 @@ class StaleWeights:
         self._managed = len(self._whole) < len(everyone)
         self._whole_marks = self._now()
         seen = [torch.cat(views) for views in self._by_dtype().values()]
-        # A CUDA graph of the step boundary writes the samples to the memory that it was captured with
+        # The memory stays the same, because a CUDA graph of the step boundary writes samples to the memory of its capture
         if list(map(_kind, seen)) == list(map(_kind, self._seen)):
             for old, new in zip(self._seen, seen, strict=True):
                 old.copy_(new)

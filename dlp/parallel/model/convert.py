@@ -100,7 +100,7 @@ class _Target:
 
 def amax_process_group(dims: ParallelDims, amax_group: str | ProcessGroup) -> ProcessGroup | None:
     """Return the process group that `amax_group` of `convert` names. None for "auto": the style of a layer determines the
-    group. A ProcessGroup is returned unchanged."""
+    group. A ProcessGroup is returned unchanged. Raises ValueError for another name."""
     if not isinstance(amax_group, str):
         return amax_group
     if amax_group == "auto":
@@ -316,7 +316,7 @@ class ReplicatedMixin(SpreadModule):
     """Mixin that replaces the DTensors in `_parameters` by local tensors during forward.
 
     tp_partial   names of parameters with partial gradients over tp
-    on_shards    the module runs on token shards
+    on_shards    whether the module runs on token shards
     tp_sums      `PartialGradients` of the model, if tp_partial is not empty
     token_rows   tokens of a shard, checked at each call; None: not checked
     tp_size      number of tp ranks
@@ -355,8 +355,8 @@ class ReplicatedMixin(SpreadModule):
                 self._parameters[name] = parameter
 
     def _check_tokens(self, x: Tensor | None) -> None:
-        """Raise ValueError if a module without sequence parallelism is called with token shards, or a module with sequence
-        parallelism is called with all tokens.
+        """Raise ValueError if a module without sequence parallelism is called with features of token shards, or a module with
+        sequence parallelism is not called with token shards.
 
         x: first tensor argument, features [M/tp, H] or, for embeddings, token ids [M/tp]."""
         if self.token_rows is None or x is None:
@@ -427,8 +427,8 @@ def replicate(
 ) -> None:  # fmt: skip
     """Change the class of a module, so that forward reads plain tensors in place of parameters.
 
-    on_shards    the module runs on token shards
-    reads_cut    the module reads features that tp shards
+    on_shards    whether the module runs on token shards
+    reads_cut    whether the module reads features that tp shards
     token_rows   tokens of a shard, checked at each call; None: not checked
     tp_size      number of tp ranks
     inside       for a left-out module: the module and the modules in it, if they have parameters; () for other modules

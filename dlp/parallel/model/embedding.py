@@ -380,7 +380,8 @@ def outside(tokens: Tensor, vocabulary: int) -> Tensor:
 
 
 def refuse(name: str, tokens: Tensor, wrong: Tensor, rule: str) -> None:
-    """Raise IndexError for tokens outside of the vocabulary: on a CPU those of this call, on a GPU those of the previous call.
+    """Raise IndexError for tokens outside of the vocabulary: on a CPU for tokens of this call, on a GPU for tokens of the
+    previous call. Compiled code, fake tensors and captures of CUDA graphs check nothing.
 
     wrong   mask of these tokens, bool
     name    name of the layer, for the message

@@ -64,7 +64,7 @@ class LayerGroup(LayerFields):
         siblings: run the matching linears of one block, which read the same x, as one layer.
         overlap: "auto", "serial" or "chunked", or a dict of these by GEMM.
         return_bias: return (y, bias) instead of adding the bias.
-        convert: False leaves these modules as they are.
+        convert: False: leave these modules out of the conversion, replicated on tp. True: also convert subclasses of nn.Linear.
 
     Raises:
         ValueError: for a group without patterns or options, an unknown style, or a malformed pattern.
@@ -148,7 +148,9 @@ def resolve(
 def _layers_of(
     group: LayerGroup, layers: Mapping[str, str], modules: Sequence[str], lengths: Mapping[str, int], prefix: str
 ) -> set[str]:
-    """Return the layers that a group matches. `layers`: each name or alias of a layer -> the first name of the layer."""
+    """Return the layers that a group matches. `layers`: each name or alias of a layer -> the first name of the layer.
+    Raises ValueError for a pattern that matches nothing, and for a group with convert = false whose modules have no
+    parameters."""
     whole = group.convert is False
     names = list(dict.fromkeys([*layers, *modules])) if whole else list(layers)
     asked_by = f"layer group {group.name!r}"

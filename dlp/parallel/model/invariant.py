@@ -73,7 +73,8 @@ def check_mesh(dims: ParallelDims, device_type: str, amax_group: Any) -> None:
 
 
 def check_threads() -> None:
-    """Raise ValueError if torch uses several threads, among which torch divides large sums and gradients of norms."""
+    """Raise ValueError if torch uses several threads, because torch then divides large sums and gradients of norms among
+    them."""
     threads = torch.get_num_threads()
     if threads != 1:
         raise ValueError(
@@ -207,7 +208,8 @@ class Segments:
         parameters  dict from which `forward` reads parameters; filled anew for each segment
         held        this rank's local tensors of these parameters
 
-        The first call raises ValueError if the result on segments differs from the result on all tokens."""
+        Raises ValueError unless `inputs` is one tensor, for parameters that do not have one value per feature if heads are
+        divided, and in the first call if the result on segments differs from the result on all tokens."""
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise ValueError(
                 f"invariant = true: {self.name} must be called with one tensor; got {len(inputs)} arguments"
@@ -330,8 +332,9 @@ class GradientTree:
         call_in_backward(output, self._begin)
 
     def _begin(self, grad: Tensor) -> None:
-        """Check that `grad` still holds the sums of the last backward, and clear `grad`. Runs once per backward, when the
-        backward reaches an output of the model."""
+        """Check that FSDP reduces gradients in this backward, and that `grad` of each parameter still holds the sums of the
+        last backward; then clear `grad` and queue `_end`. Runs once per backward, when the backward reaches an output of the
+        model."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return

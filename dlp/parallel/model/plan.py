@@ -65,7 +65,7 @@ class Plan:
         left_out: name of each left-out module -> names of the modules with parameters in it, including itself.
         warnings: recipes that groups set for modules other than linears, and nvfp4 in the last block of a model.
         times: measured times from which overlap = "auto" was decided; None: there were none.
-        invariant: results are bitwise equal on every mesh.
+        invariant: whether results are bitwise equal on every mesh.
 
     Examples:
         >>> plan = dlp.make_plan(nn.Sequential(nn.Linear(64, 64)), [dlp.LayerGroup("all", "**", recipe="mxfp8")], tp=1)
@@ -274,7 +274,7 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def _fp4_in_last_block(model: nn.Module, layers: Sequence[LayerPlan]) -> list[str]:
-    """Return a warning for each outermost ModuleList whose last block has linears in nvfp4."""
+    """Return a warning for each outermost ModuleList of several blocks whose last block has linears in nvfp4."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     warnings = []
@@ -317,8 +317,8 @@ def _parents(name: str) -> list[str]:
 def _check_one_choice(
     row: LayerPlan, chosen: Resolved, order: Mapping[str, int], groups: Mapping[str, LayerGroup]
 ) -> None:
-    """Raise ValueError if an earlier group sets style and sequence_parallel together, and a later group overrides only
-    one of them."""
+    """Raise ValueError if one group sets style and sequence_parallel together, and a later group overrides only one of them by
+    another value. Nothing is checked unless one of the two groups sets sequence_parallel = true."""
     by = [chosen.won.get("style"), chosen.won.get("sequence_parallel")]
     if by[0] is None or by[1] is None or by[0] == by[1]:
         return
@@ -352,7 +352,9 @@ def _check_features(block: str, rows: Sequence[LayerPlan]) -> None:
 
 
 def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> None:
-    """Raise ValueError for a block in which only some layers work on token shards, or no layer gathers the token shards."""
+    """Raise ValueError for a block in which row and column layers differ in sequence_parallel, and for a block of several
+    linears that all work on token shards without a gather, unless one group sets style and sequence_parallel of these
+    linears."""
     takes = [row for row in rows if row.style == "row"]
     for row in takes:
         near = _partners(row, rows)
@@ -372,8 +374,8 @@ def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, 
 
 
 def _partners(row: LayerPlan, rows: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """Return the column layers that may produce the input of a row layer: those in the innermost enclosing module that has
-    column layers."""
+    """Return the column layers that may produce the input of a row layer: the column layers in the innermost module around the
+    row layer that has any."""
     for owner in reversed(_parents(row.name)):
         near = [other for other in rows if other.style == "column" and other.name.startswith(f"{owner}.")]
         if near:

@@ -109,7 +109,8 @@ class Replicas:
         return [name for name, p in parameters.items() if is_replicated(p, axis) and (axis, name) not in self._own]
 
     def _compare_gradients(self, parameters: Mapping[str, Tensor], group: ProcessGroup) -> None:
-        """Compare over tp the gradients that are nonzero for the first time."""
+        """Compare over tp the gradients of parameters that have not had a nonzero gradient before. Raises RuntimeError if they
+        differ."""
         if self._unseen is None:
             self._unseen = dict.fromkeys(n for n in self._on(TP, parameters) if n not in self._partial)
         found = {n: parameters[n] for n in self._unseen if n in parameters and parameters[n].requires_grad}
@@ -131,7 +132,8 @@ class Replicas:
         self, parameters: Mapping[str, Tensor], digests: Mapping[str, Tensor], changes: Mapping[str, Tensor], step: int,
         first: bool,
     ) -> None:  # fmt: skip
-        """Compare changes since the last comparison; the first comparison compares the values."""
+        """Compare changes since the last comparison; the first comparison compares the values. Raises RuntimeError if they
+        differ."""
         for axis, group in self.groups.items():
             names = self._on(axis, parameters)
             if not names:

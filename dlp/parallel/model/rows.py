@@ -54,8 +54,8 @@ class LayerPlan:
     weight      full name of the weight parameter
     notes       remarks that the columns do not show
     choices     the decisions of overlap = "auto"; () if groups set the strategies
-    return_bias forward returns (y without bias, bias)
-    one_dgrad   the dgrads of all siblings are one GEMM (`dlp.quant.siblings`)
+    return_bias whether forward returns (y without bias, bias)
+    one_dgrad   whether the dgrads of all siblings are one GEMM (`dlp.quant.siblings`)
     """
 
     name: str
@@ -101,7 +101,7 @@ class OtherPlan:
     kind        class name of the module
     style       "vocab" (embedding sharded along the vocabulary), "replicated" or "left out"
     parameters  number of parameters on this rank, before FSDP
-    reads_cut   the module reads features that tp shards
+    reads_cut   whether the module reads features that tp shards
     """
 
     name: str
@@ -122,8 +122,8 @@ class ParameterPlan:
     """Row of the plan for a parameter. A parameter with several names is listed under the first name.
 
     shape    shape on a tp rank, before FSDP
-    partial  the gradient on a tp rank is a partial sum over the rank's tokens or features
-    shared   several modules have this parameter
+    partial  whether the gradient on a tp rank is a partial sum over the rank's tokens or features
+    shared   whether several modules have this parameter
     """
 
     name: str
@@ -167,7 +167,8 @@ def plan_linear(name: str, module: nn.Linear, chosen: Resolved, place: Place) ->
 
 
 def plan_made(name: str, module: nn.Module, chosen: Resolved, place: Place) -> Iterator[LayerPlan]:
-    """Yield the rows of an explicitly constructed layer, one for each weight."""
+    """Yield the rows of an explicitly constructed layer, one for each weight. Raises ValueError if layer groups or the mesh
+    differ from the construction in style, sequence_parallel, return_bias or tp."""
     core: Any = module.core
     spec, members = core.spec, core.members
     style_name, sequence_parallel = next(key for key, row in STYLES.items() if row is spec.style)
@@ -243,7 +244,8 @@ def _row(name: str, weight: str, shape: tuple[int, int], has_bias: bool, chosen:
 
 
 def _overlap(value: str | Mapping[str, str] | None, layer: str) -> Asked:
-    """Return the overlap strategies that groups set. Raises ValueError for an unknown strategy or GEMM."""
+    """Return the overlap strategies that groups set; "auto" if no group sets any. Raises ValueError for an unknown strategy or
+    GEMM."""
     chosen = dict(value) if isinstance(value, Mapping) else value or AUTO
     for gemm, strategy in chosen.items() if isinstance(chosen, dict) else [(GEMMS[0], chosen)]:
         if gemm not in GEMMS:
@@ -254,7 +256,7 @@ def _overlap(value: str | Mapping[str, str] | None, layer: str) -> Asked:
 
 
 def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
-    """Return the rows, with "auto" in `overlap` replaced by the chosen strategies."""
+    """Return the rows, with "auto" in `overlap` replaced by the chosen strategies, and with the notes of `_by_nccl`."""
     by_name, found = {row.name: row for row in rows}, dict[str, tuple[Asked, tuple[Choice, ...]]]()
     for row in rows:
         names = row.siblings or (row.name,)
@@ -303,7 +305,8 @@ def with_siblings(row: LayerPlan, names: tuple[str, ...], device_type: str) -> L
 
 
 def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> OtherPlan:
-    """Return the row of a module that is not a linear, or is left out of the conversion."""
+    """Return the row of a module that is not a linear, or is left out of the conversion. Raises ValueError for a style that the
+    module does not support."""
     count = sum(p.numel() for p in module._parameters.values() if p is not None)
     sequence_parallel = bool(chosen.sequence_parallel)
     if chosen.convert is not False and isinstance(module, nn.Embedding) and chosen.style == "column":
@@ -430,7 +433,8 @@ def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], to
 
 
 def _kept_note(recipe: Recipe, style: ParallelStyle, options: LayerOptions, tokens: int | None) -> tuple[str, ...]:
-    """Return a note that compares the saved bytes of x with and without `save_original_input`; () if they are equal."""
+    """Return a note that compares the saved bytes of x with and without `save_original_input`; () if x is saved in the same
+    form in both cases."""
     own, chosen = linear_plan(recipe, style, 1, tokens), linear_plan(recipe, style, 1, tokens, kept=options.keeps)
     if own.kept == chosen.kept:
         return ()

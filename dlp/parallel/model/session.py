@@ -42,7 +42,7 @@ class Session(StepState):
     plan                the `Plan` that `convert` returned; None if `attach` created the session
     optimizers          attached optimizer -> whether it has stepped in the current step, see `count_step`
     at_first_forward    function that the first forward calls with the model; None afterwards
-    sums                `PartialGradients` of the model; None: tp has no partial gradients
+    sums                `PartialGradients` of the model; None: `attach` created the session, and no layer has several tp ranks
     replicas            `Replicas` of the model
     meets               handle of the forward pre-hook `meet`
     """
@@ -98,7 +98,8 @@ class Session(StepState):
             self.lockstep.forward((args, kwargs), self.cores[0].device, is_sharded(model))
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the session's model: drop casts of changed weights, and count the microbatch."""
+        """Forward pre-hook of the session's model: call `at_first_forward`, drop casts of changed weights, check samples of the
+        weights if gradients are disabled, and count the microbatch."""
         if self.at_first_forward is not None and not torch.compiler.is_dynamo_compiling():
             look, self.at_first_forward = self.at_first_forward, None
             look(model)
@@ -312,7 +313,7 @@ def watch_scales(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def graphing(model: nn.Module) -> Iterator[None]:
-    """Prepare layers of a model for `torch.cuda.make_graphed_callables`. A context manager.
+    """Let `torch.cuda.make_graphed_callables` capture layers of a model. A context manager.
 
     Warm-up passes inside the region do not change amaxes, non-finite flags and the microbatch counter. Replays run kernels and
     no Python: the step boundary, outside the graph, updates operands of weights and delayed scales in place, and a recipe stays

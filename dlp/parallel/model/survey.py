@@ -94,16 +94,16 @@ def made_by_hand(module: nn.Module) -> bool:
 
 
 def _owns_parameters(module: nn.Module) -> bool:
-    """Whether conversion treats a module: the module owns parameters, or has a parameter that a parametrization computes, and
-    is not an explicitly constructed embedding of dlp."""
+    """Whether conversion treats a module: the module owns parameters, or is an nn.Linear, whose parameters a parametrization
+    may compute. An explicitly constructed embedding of dlp is not treated."""
     if getattr(module, "dlp_made", None) == "vocabulary":
         return False
     return isinstance(module, nn.Linear) or any(parameter is not None for parameter in module._parameters.values())
 
 
 def left_out(model: nn.Module, left: set[str], treated: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
-    """Map each left-out module to the modules with parameters in it, including itself. `left`: names of left-out
-    modules."""
+    """Map each left-out module that has a forward to the modules with parameters in it, including itself. `left`: names of
+    left-out modules with parameters; `treated`: all modules with parameters, by name."""
     names = {id(module): name for name, module in treated.items()}
     found = {}
     for name, module in model.named_modules():
@@ -165,8 +165,8 @@ def _check_linear(name: str, module: nn.Linear, convert: bool | None) -> None:
 
 
 def _check_parameters(name: str, module: nn.Module, converted: bool) -> None:
-    """Raise ValueError for a parameter with state that conversion to a DTensor would lose. `converted`: the module is
-    not left out."""
+    """Raise ValueError for an uninitialized or quantized parameter, for a DTensor, and for a parameter with a class, hooks or a
+    gradient that conversion would lose. `converted`: whether the module is not left out."""
     for key, parameter in module._parameters.items():
         if parameter is None:
             continue
@@ -312,7 +312,8 @@ def guard(model: nn.Module, session: StepState) -> None:
 
 
 class _Assigned:
-    """Pre-hook of load_state_dict: raise ValueError if assign=True would replace DTensors or parameters of an optimizer."""
+    """Pre-hook of load_state_dict: raise ValueError if assign=True would replace DTensors by plain tensors, or parameters of an
+    attached optimizer."""
 
     def __init__(self, model: nn.Module, session: StepState) -> None:
         self.model, self.session = model, session

@@ -80,8 +80,9 @@ class Lease(Protocol):
 class Overlap(Protocol):
     """Overlap strategy.
 
-    launches_only   with mapped memory, the strategy only launches kernels, in a fixed order, so that a pass can be captured
-    calls_only      without mapped memory, transfers are calls between launches, so that a pass can be captured as well
+    launches_only   whether, with mapped memory, the strategy only launches kernels, in a fixed order, so that a pass can be
+                    captured
+    calls_only      whether, without mapped memory, transfers are calls between launches, so that a pass can be captured as well
     """
 
     name: str
@@ -97,7 +98,7 @@ class Overlap(Protocol):
         self, fmt: Format, shape: tuple[int, int], dim: int, group: ProcessGroup, *, dtype: torch.dtype,
         device: torch.device,
     ) -> Lease:  # fmt: skip
-        """Allocate the output buffer of a gather of shards of `shape` [rows, contraction].
+        """Allocate the output buffer for a gather of shards that have this `shape` [rows, contraction].
 
         fmt     format of the shards
         dim     dimension along which shards concatenate: 0 rows, 1 contraction

@@ -167,7 +167,7 @@ def _cuts_of(mine: QuantizedTensor, dims: Sequence[int | None], chunks: int) -> 
 
 
 def unit_of(fmt: Format) -> int:
-    """Return the number of rows of which each piece of an operand in this format must be a multiple."""
+    """Return the number of rows to whose multiples an operand in this format is cut into pieces."""
     return lcm(fmt.block[0] or 1, fmt.multiple[0])
 
 
@@ -228,7 +228,8 @@ class Chunked:
         return SentLease(fmt.wrap(mine), dims, group, exchange, self.chunks)
 
     def gather(self, a: QuantizedTensor, dim: int, group: ProcessGroup) -> ChunkedGather:
-        """Gather an operand that was not cast into the output buffer of the gather, by copying it there first."""
+        """Gather an operand that was not cast into the output buffer of the gather. Mapped memory sends from the memory of the
+        operand; sends and receives need a copy in the output buffer first."""
         transport = transport_of(group)
         if transport is not None:
             return _arriving(a, group, transport.gathering(a.parts, a.format.moves[dim]), self.chunks)

@@ -116,7 +116,7 @@ def _summed(
 ) -> Pending[Tensor]:
     """Run `gemm_reduce` through mapped memory."""
     chunks = _shape_of_chunks(a.shape[0], gemm.b.shape[0], transport.world, reduce)
-    exchange = transport.open(*codec.kinds(chunks, dtype))  # opened before the GEMM, since the GEMM occupies the GPU
+    exchange = transport.open(*codec.kinds(chunks, dtype))  # before the GEMM, so that the wait for peers runs under it
     y = rounded(gemm(a), dtype)
     packed = codec.pack(_chunks(y, transport.world, reduce))
     own = transport.rank, tuple(part[transport.rank] for part in packed)

@@ -115,7 +115,7 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def activation_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of the last x of each layer that has run, by name of the layer."""
+    """Return the dtype of the last x of each layer that has run, by name of the layer; siblings have the name of the first."""
     dtypes = {core.spec.members[0]: core.weights.dtype for core in cores(model)}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 

@@ -175,7 +175,7 @@ class Workload:
         return frozenset(self.recomputed)
 
     def shard(self, shape: Sequence[int], *, padded: bool = False) -> tuple[int, ...]:
-        """Return the shape of this rank's FSDP shard of a parameter of this shape. The last ranks have fewer rows if the rows
+        """Return the shape of this rank's FSDP shard of a parameter with this shape. The last ranks have fewer rows if the rows
         do not divide evenly; `padded`: the shape with padding to equal numbers of rows."""
         first, *rest = shape
         rows = -(-first // self.shards)
@@ -192,7 +192,7 @@ def _around(name: str) -> Iterator[str]:
 
 
 def nothing(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a meta tensor."""
+    """Return a meta tensor of this shape and dtype."""
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
@@ -300,7 +300,8 @@ class LinearTraffic:
         return linear_plan(self.recipe, self.style, ranks, tokens, kept=kept, own_group=own_group)
 
     def forward(self) -> Sends:
-        """Bytes of a forward whose backward computes wgrad: the gathers of x and the reduction of each y_i."""
+        """Bytes of a forward whose backward computes wgrad: the gathers of x, the reduction of each y_i, and the amax
+        agreements of casts."""
         yield from self._routed(self.plan.x[True], [self.shapes[0][1]], self.x_dtype)
         for shapes in self.at_use:
             yield self._agreement(self.casts("w", ROWWISE), shapes)
@@ -308,7 +309,7 @@ class LinearTraffic:
             yield from self._reduced("fprop", "y", out)
 
     def backward(self) -> Sends:
-        """Bytes of the backward: the gathers of dy_i and x, and the reduction of dx."""
+        """Bytes of the backward: the gathers of dy_i and x, the reduction of dx, and the amax agreements of casts."""
         features = self.shapes[0][1]
         outs, dtype = [out for out, _ in self.shapes], self.plan.result_dtype("fprop", self.x_dtype)
         yield from self._routed(self.plan.dys[True, True], outs, dtype)
@@ -338,7 +339,7 @@ class LinearTraffic:
             yield self._agreement(route.after, [(self.load.tokens, features[0])])
 
     def _agreement(self, casts: CastPlan, shapes: Sequence[Shape]) -> tuple[Sent, int]:
-        """Bytes of the all-reduce of amaxes before the casts of values of these shapes."""
+        """Bytes of the amax all-reduce that precedes casts of values with these shapes."""
         group, elements = self.load.amax_group or TP, sum(_numbers_agreed(casts, shape) for shape in shapes)
         nbytes = observer.reduced(elements, 4, self.load.ranks(group))
         return Sent(self.load.named(group), self.name, "amax", "float32"), nbytes
@@ -387,7 +388,7 @@ def linears_of(plan: Plan, load: Workload) -> Iterator[LinearTraffic]:
 
 
 def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
-    """Bytes of a vocab-parallel embedding: rows are summed over tp, and their gradients are gathered."""
+    """Bytes of a vocab-parallel embedding: rows are summed over tp; with sequence parallelism their gradients are gathered."""
     if other.style != "vocab":
         return
     hidden = next(p.shape[1] for p in plan.weights if p.name == f"{other.name}.weight")
@@ -424,7 +425,8 @@ def _cached_weights(layers: Sequence[LinearTraffic], load: Workload) -> Sends:
 
 
 def _delayed(plan: Plan, load: Workload) -> Sends:
-    """Bytes of delayed scaling: one all-reduce of one amax per slot, for all slots of the model."""
+    """Bytes of delayed scaling: one all-reduce of one amax per slot, for all slots of the model, if any recipe shares delayed
+    scales over ranks."""
     sets = dict.fromkeys(row.siblings or (row.name,) for row in plan.layers)
     recipe = {row.name: row.recipe for row in plan.layers}
     slots = [(recipe[names[0]], delayed_slots(recipe[names[0]], names)) for names in sets]

@@ -214,7 +214,7 @@ class WeightBatch:
 
 def share_amaxes(staged: Sequence[tuple[ProcessGroup, list[Tensor]]]) -> None:
     """Agree on the amaxes of delayed scaling, by one all-reduce for each group. `staged`: groups, and the amaxes on which the
-    group agrees; they are overwritten in place."""
+    group agrees; the amaxes are overwritten in place."""
     by_group: dict[ProcessGroup, list[Tensor]] = {}
     for group, its in staged:
         by_group.setdefault(group, []).extend(its)

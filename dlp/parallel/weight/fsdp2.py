@@ -377,8 +377,8 @@ def _first_gather(param: Any) -> None:
 
 
 def _cast_late(session: StepState) -> None:
-    """Cast all sharded weights that are not `fresh`, before a gather: no step boundary has run yet, or weights were changed
-    since.
+    """Cast all sharded weights that are not `fresh`, before a gather. Weights are not `fresh` if no step boundary has run yet,
+    or if they were changed since.
 
     Amaxes that these casts record for delayed scaling replace the amaxes that the last boundary recorded."""
     stale: list[Weight] = [weight for weight in session.weights() if weight.gathered and not weight.fresh]
@@ -494,8 +494,8 @@ class CodecReduceScatter(ReduceScatter):
     """Replacement of FSDP2's reduce-scatter, in which ranks exchange contributions packed by `codec`, then sum them.
 
     FSDP passes the gradients of a unit as one flat tensor, with a part for each rank; a codec with blocks divides each part
-    into blocks of 128 elements. Sums are computed in fp32 in rank order, divided by the number of ranks and rounded once to the
-    dtype of the reduction (`reduce_dtype`).
+    into blocks of 128 elements. Sums are computed in fp32 in rank order, divided by the number of ranks if FSDP requests an
+    average, and rounded to the dtype of the reduction (`reduce_dtype`).
 
     Args:
         codec: packs and sums the contributions.

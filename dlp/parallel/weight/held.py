@@ -95,7 +95,8 @@ def quantized_model_init(
 
 
 def hold_quantized(weights: LayerWeights) -> None:
-    """If a `quantized_model_init` is active, quantize the weights of a layer under construction, and free their values."""
+    """If a `quantized_model_init` is active, give a layer under construction its recipe. If the recipe quantizes w, quantize
+    the weights and free their values."""
     layer, region = weights.layer, REGION.get()
     if region is None:
         return
@@ -371,7 +372,8 @@ def masters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def load_masters(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
-    """Load masters that `masters_of` returned, on this or another mesh. Returns the names of masters that `saved` lacks."""
+    """Load masters that `masters_of` returned, on this or another mesh, and quantize them into the layers. Returns the names of
+    masters that `saved` lacks."""
     lacking = []
     for weight in _held(model):
         master = weight.master

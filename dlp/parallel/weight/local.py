@@ -82,7 +82,8 @@ class LocalWeight(Weight):
     def keep(self, operands: Operands) -> None:
         """Store these operands. Existing operands are overwritten in place, since launches contain their addresses."""
         parts = flatten([operands])
-        if not self.parts:  # both orientations may share a scale, but torch.compile accepts a tensor only once
+        if not self.parts:
+            # detached, because both orientations may share one scale tensor, and torch.compile accepts a tensor only once
             self.parts = [part.detach() for part in parts]
             self.num_rowwise = len(operands.at(columnwise=False).parts)
             self.owner.collect()

@@ -321,7 +321,7 @@ class SpreadModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Load a state dict. For a DTensor parameter, a full plain tensor is accepted, of which each rank loads its shard.
+        """Load a state dict. For a DTensor parameter, a full plain tensor is accepted: each rank loads its shard.
 
         Raises ValueError for codes of a quantized checkpoint, which torch would load as values."""
         for name, parameter in self._parameters.items():
@@ -428,7 +428,8 @@ def check_is_parameter(name: str, linear: nn.Module) -> None:
 
 
 def check_plain(name: str, weight: Tensor) -> None:
-    """Raise ValueError for a weight that is quantized already, is a DTensor of other code, or is not dense bf16, fp16, fp32."""
+    """Raise ValueError for a weight that is quantized already, is a DTensor, or is not a dense floating-point tensor of at
+    least 16 bits."""
     local = weight._local_tensor if isinstance(weight, DTensor) else weight
     if isinstance(local, QuantizedParameter) or is_placeholder(weight):
         fmt = f"{local.use.format.name} codes" if isinstance(local, QuantizedParameter) else "codes"
