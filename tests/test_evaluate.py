@@ -1,4 +1,5 @@
-"""Programs that load a checkpoint of a run: evaluation, with the loss of the run, and text generation."""
+"""Programs that load a checkpoint of a run: evaluation, which must find the validation loss that the run found, and text
+generation."""
 
 from __future__ import annotations
 

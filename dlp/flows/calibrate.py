@@ -33,7 +33,7 @@ from dlp.quant.quantizer import SlotOptions
 from dlp.quant.state import SlotTable
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
-BATCHES = 1024  # length of the history: only the amaxes of the last batches count
+BATCHES = 1024  # number of batches whose amaxes count: the last ones
 E4M3 = torch.float8_e4m3fn
 CLIPS = 20  # number of fractions 1 - i / 40 of the amax, from 1 down to 0.525, that the observer "mse" tries
 
@@ -183,8 +183,8 @@ def calibrate(
     Args:
         model: model with linears, converted or plain.
         pattern: pattern of module names.
-        observer: how the amax is computed. "max": largest amax of all batches; "minmax": smallest and largest value of all
-            batches, for casts with zero points; "average": mean of the amaxes of the batches; "mse": for each batch the amax
+        observer: how the amax is computed from the last 1024 batches. "max": largest amax; "minmax": smallest and largest
+            value, for casts with zero points; "average": mean of the amaxes of the batches; "mse": for each batch the amax
             that minimizes the mean square error of a cast to E4M3, then the largest of these; or a function that takes the
             amaxes [batches, layers], oldest first, and returns one amax per layer [layers].
         tensors: "x", "y" or both: observe inputs, outputs or both. `dlp.freeze` in static mode reads the scales of y if the

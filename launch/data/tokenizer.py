@@ -145,8 +145,8 @@ class KnownTokens:
         self._tokenizer, self._unknown, self._all = tokenizer, 0, 0
 
     def check(self, name: str, tokens: Tokens) -> None:
-        """Count the tokens of the next document. Raises ValueError if too many of all tokens so far, at least 1000, are
-        unknown."""
+        """Count the tokens of the next document. After at least 1000 tokens in all, raises ValueError if the share of unknown
+        tokens exceeds `MOST_UNKNOWN`."""
         if self._tokenizer.unknown is None:
             return
         self._all += len(tokens)

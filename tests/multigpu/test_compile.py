@@ -347,7 +347,7 @@ def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, feature
 
 
 COLUMN, ROW = ColumnParallelLinear, RowParallelLinear
-OPS = [  # each style, with and without token shards, in at least two recipes; mxfp8 with partial blocks
+OPS = [  # column and row with and without token shards; each style in at least two recipes; mxfp8 with partial blocks
     (Linear, False, "bf16", 64), (Linear, False, "mxfp8", 40), (COLUMN, False, "fp8_current", 64),
     (COLUMN, False, "mxfp8", 40), (COLUMN, True, "bf16", 64), (COLUMN, True, "mxfp8", 40), (ROW, False, "bf16", 64),
     (ROW, False, "fp8_current", 64), (ROW, True, "fp8_current", 64), (ROW, True, "mxfp8", 40), (Linear, False, "qat", 64),

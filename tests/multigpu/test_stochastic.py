@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.parallel.linear.modules import Linear
 from dlp.parallel.linear.quantize import quantize
+from dlp.parallel.model.invariant import InvariantSession
 from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.cases import matrix
@@ -80,6 +83,52 @@ def test_the_counter_is_copied_only_for_a_pending_backward(monkeypatch, make, at
     run().backward(matrix("gauss", SIZE, SIZE, 2))
     assert len(copies) == 1
     y.backward(matrix("gauss", SIZE, SIZE, 2))
+
+
+class Interrupt(TorchDispatchMode):
+    """Mode that raises in the backward of a linear."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if "linear_bwd" in str(function):
+            raise KeyboardInterrupt
+        return function(*arguments, **(options or {}))
+
+
+def fails_in_backward(model: torch.nn.Module, y: Tensor) -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        y.backward(matrix("gauss", SIZE, SIZE, 2), retain_graph=True)
+
+
+def traces_with_fake_tensors(model: torch.nn.Module, y: Tensor) -> None:
+    make_fx(model, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.ones(SIZE, SIZE))
+
+
+def ends_an_invariant_step(model: torch.nn.Module, y: Tensor) -> None:
+    """A rank of two: the end of a step counts the microbatch of the other rank, too."""
+    session_of(model).end_step()
+
+
+@pytest.mark.parametrize("event", [fails_in_backward, traces_with_fake_tensors, ends_an_invariant_step])
+def test_pending_backwards_keep_their_bits_after(event):
+    grads = []
+    for pending in (False, True):
+        model = torch.nn.Sequential(layer())
+        dlp.attach(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        session = session_of(model)
+        if event is ends_an_invariant_step:
+            session.__class__, session.place = InvariantSession, (0, 2)
+        x = matrix("gauss", SIZE, SIZE, 1).requires_grad_()
+        ys = [model(x), model(x)]
+        if pending:
+            event(model, ys[0])
+        ys.append(model(x))
+        for y in ys[:2]:
+            model.zero_grad()
+            y.backward(matrix("gauss", SIZE, SIZE, 2))
+            grads.append(model[0].weight.grad)
+    assert not torch.equal(grads[0], grads[1])
+    for found, expected in zip(grads[2:], grads[:2], strict=True):
+        assert_bit_equal(found, expected)
 
 
 @pytest.mark.parametrize("attached", [True, False])

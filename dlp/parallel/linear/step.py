@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
 
 from dlp.comm.transport import agree
 from dlp.kernels.launches import capturing
@@ -182,7 +183,7 @@ class PassState:
         self.scales: ForwardScales | None = None  # delayed scales that casts read now; None: the scales in the table
         self.now = ForwardState(None, Draw(), 0)  # state of the running microbatch
         self.repeats: ForwardState | None = None  # state of the forward that a checkpoint recomputes now
-        self.drawn_again: Tensor | None = None  # the counter before `resume`, restored by `end_layer_backward`
+        self.drawn_again: Tensor | None = None  # the counter before `resume`, which `end_layer_backward` restores
         self.flags = Flags()
         self.stats: StatsTable | None = None
         self.draws = False  # a layer rounds stochastically, so microbatches are counted
@@ -314,15 +315,22 @@ class PassState:
     # ---- microbatches
 
     def advance(self) -> None:
-        """Begin a microbatch. In a backward do nothing, since the forward is a recomputation. The counter is copied only if a
-        backward of the last microbatch is pending, since only then another object refers to the `Draw` of that microbatch."""
-        if in_backward():
-            return
+        """Begin a microbatch; not in a backward, which recomputes a forward."""
+        if not in_backward():
+            self.keep_draw()
+            self.count_microbatch()
+
+    def keep_draw(self) -> None:
+        """Prepare a change of the counter: copy the counter for backwards of the last microbatch that are pending. Only a
+        pending backward still refers to the `Draw` of that microbatch."""
+        if self.drawn_again is not None:  # a backward raised an exception after `resume`
+            self.counter.copy_(self.drawn_again)
+            self.drawn_again = None
         last = weakref.ref(self.now.draw)
         self.now = self.now._replace(draw=Draw())
         if (draw := last()) is not None:
-            draw.value = self.counter.clone()
-        self.count_microbatch()
+            with _disable_current_modes():  # the next forward may run under fake tensors
+                draw.value = self.counter.clone()
 
     def count_microbatch(self) -> None:
         self.counter.add_(1)

@@ -267,6 +267,7 @@ class InvariantSession(Session):
     def end_step(self) -> None:
         super().end_step()
         if self.draws:
+            self.keep_draw()
             self._close_round()
 
     def _close_round(self) -> None:

@@ -496,8 +496,8 @@ def capture_note(recipe: Recipe, device_type: str) -> tuple[str, ...]:
 
 
 def _casts(recipe: Recipe, device_type: str) -> tuple[str, ...]:
-    """Return the implementation of casts: one text if all operands use the same, else a list by operand; () if the recipe
-    quantizes nothing."""
+    """Return one text about the implementation of casts: one name if all operands use the same, else a name for each
+    operand. Return () if the recipe quantizes nothing."""
     by_operand: dict[str, str] = {}
     for name in OPERANDS:
         operand: Operand = getattr(recipe, name)

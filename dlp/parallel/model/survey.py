@@ -312,8 +312,8 @@ def guard(model: nn.Module, session: StepState) -> None:
 
 
 class _Assigned:
-    """Pre-hook of load_state_dict: raise ValueError if assign=True would replace DTensors by plain tensors, or parameters of an
-    attached optimizer."""
+    """Pre-hook of load_state_dict: raise ValueError if assign=True would replace parameters of an attached optimizer, or
+    DTensors by plain tensors."""
 
     def __init__(self, model: nn.Module, session: StepState) -> None:
         self.model, self.session = model, session
