@@ -181,8 +181,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Of the tests that use the fixture `device`, keep only one in each file of tests/gpu, which reports that the file is
-    skipped. Keep all other tests."""
+    """Keep one test that uses the fixture `device` in each file of tests/gpu, to report that the file is skipped, and all
+    tests that do not use this fixture."""
     found: dict[object, pytest.Item] = {}
     for item in items:
         needs_one = item.path.parent.name == "gpu" and "device" in getattr(item, "fixturenames", ())

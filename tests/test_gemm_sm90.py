@@ -1,5 +1,5 @@
-"""Which block-scaled GEMMs run on dlp's kernel for Hopper, decided from sizes and layouts alone: no device is
-needed."""
+"""Choice of the block-scaled GEMMs that dlp's kernel for Hopper runs. The choice depends on sizes and layouts only, so that no
+device is needed."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def slow_pair(recipe: str, make: Any = mlp, **options: Any) -> PairedModels:
 def recorded(model: nn.Module) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for plan in model._groups_now()[0].plans.values():
-        for captured in plan.captured:
-            found.setdefault(captured.name, []).extend(captured.captured.found.values())
+        for plan_pass in plan.captured:
+            found.setdefault(plan_pass.name, []).extend(plan_pass.captured.found.values())
     return found
 
 

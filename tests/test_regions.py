@@ -1,5 +1,5 @@
-"""A forward in an autocast region keeps its state (scales, random counters): its backward and its recomputation use
-this state, and no other forward does. No ranks."""
+"""State (scales, random counters) of a forward in an autocast region: the backward and the recomputation of this forward use
+the state, and no other forward does. No ranks."""
 
 from __future__ import annotations
 

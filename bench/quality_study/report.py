@@ -170,11 +170,11 @@ def draw(branches: Sequence[Branch]) -> Figure:
     from matplotlib.figure import Figure
 
     found, drawn = list(rows(branches)), curves(branches)
-    families = [family for family in (EIGHT, FOUR) if any(BY_NAME[name].family is family for name in drawn)] or [EIGHT]
-    figure = Figure(figsize=(11, 4.5 * len(families)), layout="constrained")
-    panels = figure.subplots(len(families), 2, width_ratios=[3, 2], squeeze=False)
-    for (left, right), family in zip(panels, families, strict=True):
-        names = [name for name in drawn if BY_NAME[name].family is family]
+    members = [(family, [name for name in drawn if BY_NAME[name].family is family]) for family in (EIGHT, FOUR)]
+    shown = [(family, names) for family, names in members if names] or members[:1]
+    figure = Figure(figsize=(11, 4.5 * len(shown)), layout="constrained")
+    panels = figure.subplots(len(shown), 2, width_ratios=[3, 2], squeeze=False)
+    for (left, right), (family, names) in zip(panels, shown, strict=True):
         for color, name in enumerate(names):
             steps = range(branches[0].branch_at + 1, branches[0].steps + 1)
             left.plot(steps, [100 * value for value in drawn[name]], color=f"C{color % 10}", label=name, linewidth=1)

@@ -65,9 +65,9 @@ def states(model: ops.Sequential) -> dict[str, list[str]]:
     """Return, for each pass, the segments of captured launches, or the reason why the pass is not captured."""
     found: dict[str, list[str]] = {}
     for plan in model._groups_now()[0].plans.values():
-        for captured in plan.captured:
-            made = captured.captured.found.values()
-            found.setdefault(captured.name, []).extend(
+        for plan_pass in plan.captured:
+            made = plan_pass.captured.found.values()
+            found.setdefault(plan_pass.name, []).extend(
                 each.segments if isinstance(each, CapturedLaunches) else each for each in made
             )
     return found

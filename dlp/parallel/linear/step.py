@@ -260,6 +260,10 @@ class PassState:
     def end_layer_backward(self) -> None:
         """End a backward of a layer: continue with the state of the running microbatch."""
         self.scales = None
+        self._restore_counter()
+
+    def _restore_counter(self) -> None:
+        """Undo the change of the counter by `resume`, if there was one."""
         if self.drawn_again is not None:
             self.counter.copy_(self.drawn_again)
             self.drawn_again = None
@@ -323,9 +327,7 @@ class PassState:
     def keep_draw(self) -> None:
         """Prepare a change of the counter: copy the counter for backwards of the last microbatch that are pending. Only a
         pending backward still refers to the `Draw` of that microbatch."""
-        if self.drawn_again is not None:  # a backward raised an exception after `resume`
-            self.counter.copy_(self.drawn_again)
-            self.drawn_again = None
+        self._restore_counter()  # in case that a backward raised an exception after `resume`
         last = weakref.ref(self.now.draw)
         self.now = self.now._replace(draw=Draw())
         if (draw := last()) is not None:
