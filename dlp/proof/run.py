@@ -8,10 +8,12 @@ this machine if there are enough, else on the CPU.
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import pickle
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +46,8 @@ from dlp.proof.report import Finding, MeshResult, Report
 Build = Callable[..., Any]
 Loss = Callable[..., Tensor]
 Wire = Callable[[nn.Module, DeviceMesh, MeshCase], Traffic]
+LOG = logging.getLogger("dlp")
+PATIENCE = 20.0  # seconds that a rank with an error waits for the results of other ranks before it logs the error
 WARM = 2  # steps without a count of bytes: the plan describes later steps, in which the step boundary casts all weights
 
 
@@ -223,14 +227,30 @@ def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
             _run(program, model, optimizer, mesh, case, follower)
     except (RuntimeError, ValueError) as stopped:  # raised by checks of dlp on all ranks
         error = f"{type(stopped).__name__}: {stopped}"
-    mine = (error, None) if follower is None else (error, _told(follower))
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
+    told = _of_all_ranks((error, None if follower is None else _told(follower)), case.name)
     result.error = next((each for each, _ in told if each), "")
     told = [each for _, each in told[: case.ranks]]
     if all(each is not None for each in told):
         _summarize(result, bounds.trace, case, told)
     return result
+
+
+def _of_all_ranks(mine: tuple[str, Told | None], mesh: str) -> list[Any]:
+    """Return the pairs of error and result of all ranks; `mine` is the pair of this rank. If this rank has an error, other ranks
+    may wait in a collective of the mesh until a timeout of torch, so the error is logged after `PATIENCE` seconds, and is part
+    of the RuntimeError if the exchange fails."""
+    told: list[Any] = [None] * dist.get_world_size()
+    stopped = f"prove, mesh {mesh!r}: rank {dist.get_rank()} stopped, and other ranks did not: {mine[0]}"
+    waiting = threading.Timer(PATIENCE, LOG.error, (stopped,))
+    if mine[0]:
+        waiting.start()
+    try:
+        dist.all_gather_object(told, mine)
+    except RuntimeError as failed:
+        raise RuntimeError(stopped if mine[0] else f"prove, mesh {mesh!r}: a rank sent no result") from failed
+    finally:
+        waiting.cancel()
+    return told
 
 
 class Told(NamedTuple):

@@ -304,8 +304,8 @@ def steps_within(config: Config, graphs: int) -> str:
         patch.object(build, "GRAPHS", graphs),
         patch.object(nn.Module, "compile", eager),
     ):
-        trainer, _ = training.trainer(config)
         try:
+            trainer, _ = training.trainer(config)  # on a GPU, this runs microbatches to time deterministic algorithms
             for step in range(2):
                 trainer.train_step(step)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:

@@ -223,7 +223,7 @@ def converted(fsdp: bool, **options: Any) -> tuple[nn.Sequential, torch.optim.Op
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     dlp.attach(model, optimizer)
     with torch.enable_grad():
-        model(x_of().to(worker.device())).float().square().mean().backward()
+        model(x_of(torch.float32).to(worker.device())).float().square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
