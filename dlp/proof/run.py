@@ -236,9 +236,11 @@ def on_mesh(program: Program, bounds: Bounds, case: MeshCase) -> MeshResult:
 
 
 def _of_all_ranks(mine: tuple[str, Told | None], mesh: str) -> list[Any]:
-    """Return the pairs of error and result of all ranks; `mine` is the pair of this rank. If this rank has an error, other ranks
-    may wait in a collective of the mesh until a timeout of torch, so the error is logged after `PATIENCE` seconds, and is part
-    of the RuntimeError if the exchange fails."""
+    """Return the pairs of error and result of all ranks; `mine` is the pair of this rank. Raises RuntimeError if the exchange
+    fails.
+
+    While this rank has an error, other ranks may wait in a collective of the mesh, up to a timeout of torch. The error is
+    logged after `PATIENCE` seconds, and is part of the RuntimeError."""
     told: list[Any] = [None] * dist.get_world_size()
     stopped = f"prove, mesh {mesh!r}: rank {dist.get_rank()} stopped, and other ranks did not: {mine[0]}"
     waiting = threading.Timer(PATIENCE, LOG.error, (stopped,))
