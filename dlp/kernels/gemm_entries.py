@@ -25,7 +25,6 @@ A function takes the arguments of a `GemmLaunch`, which begin with the parts of 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +45,7 @@ from dlp.kernels.registry import (
     GemmLaunch,
     GemmLaunchOptions,
     OperandLayout,
+    checked,
     device_of,
     entries,
     gemm_kernels,
@@ -75,31 +75,6 @@ class Layout(NamedTuple):
 
 
 HP = Layout("hp", (1, 1), False)
-
-
-def checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
-    """Return a launch with checks: raise ValueError for operands with different contractions. Empty operands, which
-    cuBLASLt refuses, give zero sums. `scales_inside`: the launch multiplies by `options.alpha`; else the returned
-    launch does."""
-
-    @functools.wraps(run)
-    def launch(
-        a: Parts, b: Parts, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
-        options: GemmLaunchOptions, **more: Any,
-    ) -> Tensor:  # fmt: skip
-        left, right = a[0], b[0]
-        if left.shape[-1] != right.shape[-1]:
-            raise ValueError(
-                f"GEMM operands must share their last dimension; got {tuple(left.shape)} and {tuple(right.shape)}"
-            )
-        if left.numel() and right.numel():
-            if options.alpha == 1.0 or scales_inside:
-                return run(a, b, out_dtype, bias, accumulate, options, **more)
-            sums = run(a, b, torch.float32, None, None, options._replace(alpha=1.0, out=None), **more)
-            return finish(sums * options.alpha, out_dtype, bias, accumulate)
-        return finish(torch.zeros(len(left), len(right), device=left.device), out_dtype, bias, accumulate)
-
-    return launch
 
 
 def of_layouts(
@@ -225,13 +200,15 @@ def gemm_hp(
     return _hp_on(device_of(a))((a,), (b,), out_dtype, bias, accumulate, options)
 
 
+# References in plain torch
+
+fp8_tensor_reference = reference.gemm_launch(reference.gemm_fp8_tensor)
+fp8_rowwise_reference = reference.gemm_launch(reference.gemm_fp8_rowwise)
+mxfp8_reference = reference.gemm_launch(reference.gemm_mxfp8)
+nvfp4_reference = reference.gemm_launch(reference.gemm_nvfp4)
+
+
 # FP8, one scale per tensor or per row
-
-
-def fp8_tensor_reference(
-    a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: Any
-) -> Tensor:
-    return finish(reference.gemm_fp8_tensor(a[0], b[0], a[1], b[1]), out_dtype, bias, accumulate)
 
 
 def fp8_tensor_by_torch(
@@ -295,12 +272,6 @@ def fp8_sum_in_memory(
         total = gemms.product_fp8(a[i], b[i], torch.float32, scales, accumulate=total, options=each)
     assert total is not None
     return rounded(total, out_dtype) if bias is accumulate is None else finish(total, out_dtype, bias, accumulate)
-
-
-def fp8_rowwise_reference(
-    a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: Any
-) -> Tensor:
-    return finish(reference.gemm_fp8_rowwise(a[0], b[0], a[1], b[1]), out_dtype, bias, accumulate)
 
 
 def fp8_rowwise_on_hopper(
@@ -471,28 +442,12 @@ def fp8_block_by_tile(
     return gemm_sm90.product(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
 
 
-def mxfp8_reference(
-    a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
-    accumulate: Any, options: Any,
-) -> Tensor:  # fmt: skip
-    result = reference.gemm_mxfp8(a[0], b[0], a[1], b[1], a_layout.block, b_layout.block)
-    return finish(result, out_dtype, bias, accumulate)
-
-
 def mxfp8_on_blackwell(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
     scales = _block_scaled(a, b, a_layout, b_layout, MX_BLOCKS)
     return gemms.product_blocks(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)
-
-
-def nvfp4_reference(
-    a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
-    accumulate: Any, options: Any,
-) -> Tensor:  # fmt: skip
-    result = reference.gemm_nvfp4(a[0], b[0], a[1], b[1], a[2], b[2], a_layout.block, b_layout.block)
-    return finish(result, out_dtype, bias, accumulate)
 
 
 def nvfp4_on_blackwell(

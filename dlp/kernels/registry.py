@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dlp.kernels import loader
 from dlp.kernels.launches import NotPlain, is_recording
+from dlp.kernels.reference.gemm import finish
 
 DEVICES = ("cpu", "cuda", "sm_90", "sm_100")
 NATIVE = ("sm_90", "sm_100")  # devices on which the kernels of this package run
@@ -373,6 +374,30 @@ class GemmKernels:
             return otherwise(*problem)
 
         return launch
+
+
+def checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
+    """Return a launch with checks: raise ValueError for operands with different contractions. Empty operands, which cuBLASLt
+    refuses, give zero sums. `scales_inside`: the launch multiplies by `options.alpha`; else the returned launch does."""
+
+    @functools.wraps(run)
+    def launch(
+        a: Sequence[Tensor], b: Sequence[Tensor], out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None,
+        options: GemmLaunchOptions, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        left, right = a[0], b[0]
+        if left.shape[-1] != right.shape[-1]:
+            raise ValueError(
+                f"GEMM operands must share their last dimension; got {tuple(left.shape)} and {tuple(right.shape)}"
+            )
+        if left.numel() and right.numel():
+            if options.alpha == 1.0 or scales_inside:
+                return run(a, b, out_dtype, bias, accumulate, options, **more)
+            sums = run(a, b, torch.float32, None, None, options._replace(alpha=1.0, out=None), **more)
+            return finish(sums * options.alpha, out_dtype, bias, accumulate)
+        return finish(torch.zeros(len(left), len(right), device=left.device), out_dtype, bias, accumulate)
+
+    return launch
 
 
 def gemm_entries(device: str) -> list[GemmEntry]:

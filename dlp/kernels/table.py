@@ -37,7 +37,7 @@ from dlp.kernels import (
 )
 from dlp.kernels import gemm_entries as gemm
 from dlp.kernels.registry import *  # noqa: F403  (names for users of the table)
-from dlp.kernels.registry import DEVICES, NATIVE, GemmEntry, KernelEntry, OperandLayout, register
+from dlp.kernels.registry import DEVICES, NATIVE, GemmEntry, KernelEntry, OperandLayout, checked, register
 
 
 class Kernel(NamedTuple):
@@ -193,7 +193,7 @@ GEMMS = (
 
 
 def _entry(row: Gemm) -> GemmEntry:
-    check = partial(gemm.checked, scales_inside=bool(row.cublaslt))
+    check = partial(checked, scales_inside=bool(row.cublaslt))
     # functions for ANY pair are not wrapped in `check`, since they check the decoded operands
     prepare = gemm.of_layouts(row.run, check if row.pairs else None) if row.layouts else None
     return GemmEntry(

@@ -6,8 +6,10 @@ unspecified. Scales that are not powers of two are applied to fp32 sums.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +48,19 @@ def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumula
     if accumulate is not None:
         return accumulate.add_(result)
     return result.to(out_dtype)
+
+
+def gemm_launch(sums: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the GEMM launch of a reference: `sums` gets the parts of A and B in turn, then the blocks of their layouts (if the
+    launch has the layouts as first arguments), and returns fp32 sums [rows, cols]."""
+
+    @functools.wraps(sums)
+    def launch(*problem: Any) -> Tensor:
+        *layouts, a, b, out_dtype, bias, accumulate, _ = problem
+        parts = chain.from_iterable(zip(a, b, strict=True))
+        return finish(sums(*parts, *[layout.block for layout in layouts]), out_dtype, bias, accumulate)
+
+    return launch
 
 
 def gemm_hp(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
