@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dlp.kernels.grouped import grouped_fp8_rowwise, why_not_grouped
 from dlp.parallel.linear import autograd
-from dlp.parallel.linear.active import active_region, active_spec
+from dlp.parallel.linear.active import active_region
 from dlp.parallel.linear.functional import Finish
 from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.spec import LinearSpec
@@ -139,7 +139,7 @@ BANK = Passes(_forward, _backward)
 
 def _prepared(core: LinearCore, rows: Tensor) -> tuple[autograd.Run, Tensor]:
     """Return the `autograd.Run` of an expert, prepared as in `LinearCore.__call__`, and the parameter of its weight."""
-    bound, weights, parameters = active_spec(core), core.weights, core.parameters()
+    bound, weights, parameters = core.active_spec(), core.weights, core.parameters()
     cast_weights = weights.operands_for(bound, rows.dtype)
     if weights.held:
         weights.check_in_place(parameters)

@@ -25,7 +25,6 @@ from dlp.ops.fusions import REGISTERED, fuse
 from dlp.ops.passes import FUSER, Members, forward
 from dlp.ops.traced import one_by_one
 from dlp.ops.values import each
-from dlp.parallel.linear.active import active_spec
 from dlp.parallel.weight.local import held, num_axes
 from dlp.runtime.capture import LIMIT
 from dlp.runtime.function import (
@@ -143,7 +142,7 @@ class OperationFuser:
         bounds, weight_parts, scales, parts = list[Any](), list[Any](), list[Any](), list[Sequence[Tensor]]()
         key: list[Any] = [REGISTERED.version, record, many, *map(len, own), *[op.training for op in ops]]
         for _, _, op in self.linears:
-            bound = active_spec(op.core)
+            bound = op.core.active_spec()
             bound.session.begin_forward(bound.spec, record)
             cast_before, read = op.operands(bound, inputs[0].dtype, record)
             bounds.append(bound)

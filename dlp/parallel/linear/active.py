@@ -1,7 +1,8 @@
 """Choose the spec under which a forward of a layer runs: the spec of the layer, the spec of an autocast region, or, in a
 recomputation by activation checkpointing, the spec of the first run.
 
-`dlp.autocast` (`dlp.parallel.model.autocast`) sets `REGION`; layers call `active_spec` once for each forward.
+`dlp.autocast` (`dlp.parallel.model.autocast`) sets `REGION`; layers call `LinearCore.active_spec` once for each
+forward.
 
 A *checkpoint* is a call of `torch.utils.checkpoint`. A layer in a checkpoint runs again in backward, perhaps after other
 forwards or a recipe change, and must then run under the spec and the delayed scales of the first run. `LayerRuns` keeps both
@@ -13,9 +14,10 @@ with `use_reentrant=True` cannot be recognised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import unwrap
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -58,6 +60,10 @@ class Region:
 REGION: ContextVar[Region | None] = ContextVar("dlp_autocast", default=None)
 
 
+# Returns the innermost hooks on saved tensors, which a checkpoint registers; None: no hooks
+saved_tensor_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+
+
 def active_region() -> Region | None:
     """Return the innermost autocast region that is active; None outside of regions."""
     return REGION.get()
@@ -78,11 +84,8 @@ class Checkpoint(NamedTuple):
 
 def _checkpoints() -> list[Checkpoint]:
     """Return the checkpoints whose functions are running, outermost first."""
-    hooks = torch._C._autograd
-    if hooks._top_saved_tensors_default_hooks(True) is None:
-        return []
-    pairs = []
-    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+    hooks, pairs = torch._C._autograd, []
+    while (pair := saved_tensor_hooks()) is not None:
         pairs.append(pair)
         hooks._pop_saved_tensors_default_hooks()
     for pack, unpack in reversed(pairs):
@@ -144,24 +147,13 @@ class LayerRuns:
         return kept[place] if place < len(kept) else None
 
 
-def active_spec(core: LayerState) -> BoundSpec:
-    """Return the bound spec under which a forward of this layer runs now, and set the delayed scales of this forward in the
-    session where they differ from the table."""
-    region, own = REGION.get(), core.bound
-    session = own.session
-    in_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # or in other hooks
+def spec_among_others(core: LayerState) -> BoundSpec:
+    """Implement `LinearCore.active_spec` for a layer that may run under other specs or scales: in a region, in a checkpoint,
+    with delayed scales that no attached optimizer updates, or after a recipe change."""
     if core.ran_under.recipe_changed:
         _check_no_recomputation(core)
-    if region is None and not session.regions and (session.attached or not own.spec.slots) and not in_checkpoint:
-        return own
-    return _spec_among_others(core, region)
-
-
-def _spec_among_others(core: LayerState, region: Region | None) -> BoundSpec:
-    """Implement `active_spec` for a layer that may run under other specs or scales: in a region, in a checkpoint, or with
-    delayed scales that no attached optimizer updates."""
     session, checkpoints = core.session, _checkpoints()
-    ran = _again(core, checkpoints) if in_backward() else _first(core, region)
+    ran = _again(core, checkpoints) if in_backward() else _first(core, REGION.get())
     core.ran_under.keep(ran, checkpoints)
     session.scales = ran.scales
     session.repeats = ran.state if in_backward() else None

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dlp.comm.mesh import TP, tp_mesh_of
 from dlp.parallel import auto
-from dlp.parallel.linear.active import LayerRuns, active_region, active_spec
+from dlp.parallel.linear.active import REGION, LayerRuns, active_region, saved_tensor_hooks, spec_among_others
 from dlp.parallel.linear.autograd import LINEAR, call_of, forward
 from dlp.parallel.linear.codes import Reader, codes_of
 from dlp.parallel.linear.opaque import OpaqueLinearFn
@@ -179,10 +179,8 @@ class LinearCore(LayerState):
         Under torch.autocast x is cast to the dtype of autocast first, as in `nn.Linear`, and y has this dtype."""
         if type(x) is not Tensor:
             check_input(self.spec, x)
-            if hasattr(
-                x, "operands"
-            ):  # x is quantized already; `accepted` decodes x if this layer would cast it differently
-                x = accepted(self.bound if opaque() else active_spec(self), x, "x")
+            if hasattr(x, "operands"):  # quantized already; decoded if this layer would cast x differently
+                x = accepted(self.bound if opaque() else self.active_spec(), x, "x")
         if torch._C._is_any_autocast_enabled() and autocasts(x):
             with no_autocast((x,)):
                 return self(in_autocast_dtype(x))
@@ -190,7 +188,7 @@ class LinearCore(LayerState):
             return self.by_ops(x)
         if torch._C._are_functorch_transforms_active():  # `apply_pass` does not check for transforms
             refuse_transforms(self.spec.name)
-        bound, record, weights = active_spec(self), torch.is_grad_enabled(), self.weights
+        bound, record, weights = self.active_spec(), torch.is_grad_enabled(), self.weights
         if bound is self.bound and x.dtype == weights.dtype:
             cast_weights = weights.parts
         else:  # the spec of an autocast region or of an earlier forward, or another dtype than in the last call
@@ -203,6 +201,15 @@ class LinearCore(LayerState):
             results: tuple[Tensor, ...] = apply_pass(LINEAR, (call, cast_weights), x, *parameters)
             return results
         return forward(None, (call, cast_weights), (x, *parameters))
+
+    def active_spec(self) -> BoundSpec:
+        """Return the bound spec under which a forward of this layer runs now, and set the delayed scales of this forward in the
+        session where they differ from the table."""
+        own, session = self.bound, self.bound.session
+        others = REGION.get() is not None or session.regions or self.ran_under.recipe_changed
+        if others or saved_tensor_hooks() is not None or not (session.attached or not own.spec.slots):
+            return spec_among_others(self)
+        return own
 
     def by_ops(self, x: Tensor) -> tuple[Tensor, ...]:
         """Run `__call__` through the opaque ops (`dlp.parallel.linear.opaque`), for traced or watched calls."""
@@ -229,7 +236,7 @@ class LinearCore(LayerState):
 
     def traced_bound(self) -> BoundSpec:
         """Return the bound spec under which a traced or watched call runs."""
-        return self.bound if torch.compiler.is_dynamo_compiling() else active_spec(self)
+        return self.bound if torch.compiler.is_dynamo_compiling() else self.active_spec()
 
     def reader(self, bound: BoundSpec | None = None) -> Reader:
         """Return the `Reader` with which an op before this layer casts x, in a traced or watched call. `bound`: the bound spec
