@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dlp
+from dlp.flows import calibrate
 from dlp.parallel.model.session import session_of
 from dlp.quant.fp8 import DelayedScaling
 from tests import pool as worker
@@ -127,3 +128,16 @@ def test_statistics_show_what_static_scales_cut_off(ranks):
     assert same["saturation"] < 1e-3 and same["sqnr_db"] > 25
     assert same["scale_inv"] == larger["scale_inv"] == pytest.approx(calibrating["amax"] / 448)
     assert larger["saturation"] > 0.01 and larger["sqnr_db"] < same["sqnr_db"]
+
+
+def test_scale_and_range_are_of_the_same_last_batches(monkeypatch):
+    """BATCHES is 2: the largest of three batches, the first, counts for neither."""
+    monkeypatch.setattr(calibrate, "BATCHES", 2)
+    model = nn.Sequential(nn.Linear(8, 8))
+    for observer in ("max", "minmax", "average", "callable"):
+        with torch.no_grad(), dlp.calibrate(model, "**", OBSERVERS.get(observer, observer)):
+            for largest in (9.0, 2.0, 3.0):
+                model(torch.tensor([[largest, -1.0, *[0.5] * 6]]))
+        amax = {"max": 3.0, "minmax": 3.0, "average": 2.5, "callable": 2.0}[observer]
+        assert model[0].x_scale == torch.tensor(448.0) / torch.tensor(amax), observer
+        assert model[0].x_range.tolist() == [-1.0 if observer == "minmax" else -amax, amax]

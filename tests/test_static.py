@@ -72,7 +72,7 @@ def test_ranges_give_the_scales_of_torchaos_observers(symmetric: bool):
         made = dlp.quant.affine.choose_qparams_affine_with_min_max(low, high, (-128, 127), symmetric=symmetric)
         for mine, expected in zip(made, observer.calculate_qparams(), strict=True):
             assert_bit_equal(mine, expected.reshape(()).to(mine.dtype), f"{i}.{tensor}")
-        assert getattr(model[i], f"{tensor}_scale") == 448 / max(high, -low)
+        assert getattr(model[i], f"{tensor}_scale") == torch.tensor(448.0) / max(high, -low)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
@@ -218,7 +218,7 @@ def test_static_scales_of_y_round_the_outputs_of_frozen_layers(y: Any, tmp_path:
     dlp.freeze(model, "**", recipe, "static")
 
     def rounded(values: Tensor, extremes: Tensor) -> Tensor:
-        scale = 448 / extremes.abs().max() if isinstance(y, CurrentScaling) else reach_of(y, *extremes)
+        scale = torch.tensor(448.0) / extremes.abs().max() if isinstance(y, CurrentScaling) else reach_of(y, *extremes)
         quantizer = static() if isinstance(y, CurrentScaling) else StaticScaling(y)
         return quantizer.cast(values, None, slot=ScaleSlot(scale, torch.zeros(()))).dequantize()
 

@@ -7,8 +7,8 @@
 
 The implementation uses the table of delayed scaling (`SlotTable`). Each layer has a slot. Hooks record the amax of the layer in
 the slot; after every forward of the model, all ranks agree on the amaxes and append them to the history of the slots.
-`observer` computes the scale from the history, as `amax_compute_algo` does for delayed scaling. The observer "minmax" has two
-slots for each layer, one for the largest value and one for minus the smallest value. The results of the model do not change.
+On exit `observer` computes the amaxes of the scales from the history. The observer "minmax" has two slots for each layer, one
+for the largest value and one for minus the smallest value. The results of the model do not change.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Observed:
         self.algorithm = partial(_of_batches, observer, self.names) if callable(observer) else OBSERVERS[observer]
         self.look = _ends if observer == "minmax" else best_clip if observer == "mse" else ops.amax
         self.ends = ("high", "low") if observer == "minmax" else ("",)
-        options = SlotOptions(ops.FP8_MAX[E4M3], 0, BATCHES, self.algorithm)
+        options = SlotOptions(ops.FP8_MAX[E4M3], 0, 1 + BATCHES, "max")  # row 0 of a history is no batch
         self.table = SlotTable({f"{name}{end}": options for end in self.ends for name in names}, device)
 
     def record(self, name: str, x: Tensor) -> None:
@@ -150,19 +150,15 @@ class _Observed:
     def buffers(self, name: str) -> dict[str, Tensor]:
         """Return the buffers of a layer: `x_scale` (or y), fp32 [], the multiplier of a cast to E4M3; and `x_range` (or y),
         fp32 [2], the smallest and the largest value ("minmax"), or minus and plus the amax."""
-        if self.ends == ("",):
-            amax = self._amaxes[self.table.index(name)]
-            high, low = amax, -amax
-            scale = self.table.slot(name).scale.clone()
-        else:
-            high, negated = (self._amaxes[self.table.index(f"{name}{end}")] for end in self.ends)
-            low, scale = -negated, ops.FP8_MAX[E4M3] / torch.maximum(high, negated)
-        return {f"{self.tensor}_scale": scale, f"{self.tensor}_range": torch.stack([low, high])}
+        found = [self._amaxes[self.table.index(f"{name}{end}")] for end in self.ends]
+        high, negated_low = found[0], found[-1]
+        scale = ops.scale_from_amax(torch.maximum(high, negated_low), ops.FP8_MAX[E4M3])
+        return {f"{self.tensor}_scale": scale, f"{self.tensor}_range": torch.stack([-negated_low, high])}
 
     @cached_property
     def _amaxes(self) -> Tensor:
-        """The amaxes that the observer computes from all batches, fp32 [slots]. Read this property only after the last
-        batch."""
+        """The amaxes that the observer computes from the last `BATCHES` batches, fp32 [slots]. Read this property only after
+        the last batch."""
         slots = self.table.state_dict()
         window = torch.stack([slots[name]["history"][1:] for name in self.table.names], 1)
         found: Tensor = window.amax(0) if self.algorithm == "max" else self.algorithm(window)
