@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from dlp.comm import collectives
 from dlp.kernels import reference
 from dlp.kernels.reference.wire import pack_fp8, sum_fp8, unpack_fp8
 from dlp.parallel.linear.plan import WIRES
+from dlp.parallel.weight.fsdp2 import CodecReduceScatter
 from tests.metrics import assert_bit_equal
 
 R, ROWS, FEATURES = 4, 6, 300  # two complete blocks and a partial one
@@ -125,3 +130,17 @@ def test_every_wire_sums_in_fp32_and_keeps_the_shape():
         assert summed.shape == x.shape[1:] and summed.dtype == torch.float32, name
     assert WIRES["bf16"].pack(x)[0].dtype == torch.bfloat16
     assert_bit_equal(WIRES["hp"].total((x,), torch.float32), ((x[0] + x[1]) + x[2]) + x[3])
+
+
+def test_an_average_over_three_ranks_is_rounded_once(monkeypatch):
+    values = torch.randn(3, 999, generator=torch.Generator().manual_seed(0)).bfloat16()
+    group = Mock(**{"size.return_value": 3})
+
+    def reduce_scatter(x: Tensor, group: Any, codec: Any, dtype: torch.dtype) -> collectives.Pending[Tensor]:
+        return collectives.done(codec.total((values,), dtype))
+
+    monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
+    found = torch.empty(999, dtype=torch.bfloat16)
+    CodecReduceScatter(WIRES["hp"])(found, values.view(-1), group, dist.ReduceOp.AVG)
+    assert_bit_equal(found, (values.float().sum(0) / 3).bfloat16())
+    assert not torch.equal(found, values.float().sum(0).bfloat16() / 3), "two roundings give other bits"

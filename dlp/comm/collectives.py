@@ -261,8 +261,10 @@ def _start_exchange(group: ProcessGroup, arrived: Tensor, chunks: Tensor) -> lis
     return [group.alltoall_base(arrived, chunks, [], [], _EXCHANGE)]
 
 
-def reduce_scatter(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Tensor]:
-    """Sum x [R*m, ...] over ranks, and return this rank's rows [m, ...] of the sum.
+def reduce_scatter(
+    x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS, dtype: torch.dtype | None = None
+) -> Pending[Tensor]:
+    """Sum x [R*m, ...] over ranks, and return this rank's rows [m, ...] of the sum, rounded once to `dtype` (None: dtype of x).
 
     Raises ValueError if the number of rows is not divisible by the size of the group.
     """
@@ -272,15 +274,17 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS
             f"reduce_scatter needs a number of rows divisible by the group's {world} ranks; got {x.shape[0]}"
         )
     if world == 1:
-        return done(x)
-    return Pending(*_summed(x.reshape(world, x.shape[0] // world, *x.shape[1:]), group, codec))
+        return done(x if dtype is None else x.to(dtype))
+    return Pending(*_summed(x.reshape(world, x.shape[0] // world, *x.shape[1:]), group, codec, dtype))
 
 
-def _summed(chunks: Tensor, group: ProcessGroup, codec: ReduceCodec) -> tuple[list[Any], Callable[[], Tensor]]:
+def _summed(
+    chunks: Tensor, group: ProcessGroup, codec: ReduceCodec, dtype: torch.dtype | None = None
+) -> tuple[list[Any], Callable[[], Tensor]]:
     """Start the exchange of chunks [R, ...]. Returns the works, and a function that returns this rank's chunk, summed over
-    ranks in rank order, after the works are done."""
+    ranks in rank order and rounded once to `dtype` (None: dtype of the chunks), after the works are done."""
     works, arrived = _exchanged(codec.pack(chunks), group)
-    return works, lambda: codec.total(arrived(), chunks.dtype)
+    return works, lambda: codec.total(arrived(), dtype or chunks.dtype)
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Tensor]:

@@ -522,7 +522,10 @@ class CodecReduceScatter(ReduceScatter):
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
         with observer.label(layer="", purpose="grads"):
             if self.computed is None:
-                output_tensor.copy_(collectives.reduce_scatter(input_tensor, group, self.codec).wait() / divisor)
+                exact = divisor & (divisor - 1) == 0  # a division by a power of two rounds nothing
+                dtype = output_tensor.dtype if exact else torch.float32
+                sums = collectives.reduce_scatter(input_tensor, group, self.codec, dtype).wait()
+                output_tensor.copy_(sums / divisor)
                 return
             assert input_tensor.numel() == group.size() * output_tensor.numel(), "FSDP allocates in another order"
             (arrived,) = collectives.all_to_all((input_tensor.view(group.size(), -1),), group).wait()
