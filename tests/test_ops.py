@@ -616,3 +616,17 @@ def test_bias_gradients_are_sums_of_columns():
         layer.bias.requires_grad_(False)
         layer(torch.randn(300, 32)).backward(dy)
         assert sums.call_count == 1
+
+
+def test_the_gradient_of_a_layer_norms_bias_has_the_dtype_of_the_bias():
+    """weight is bf16 and bias fp32; the gradient of the bias must not be rounded to bf16 in between."""
+    norm = ops.LayerNorm(H, dtype=torch.bfloat16)
+    norm.bias = torch.nn.Parameter(torch.zeros(H))
+    sequence, x = ops.Sequential(norm, ops.GELU()), values(0, M, H).bfloat16()
+    expected = torch.nn.functional.layer_norm(x.float(), (H,), norm.weight.float(), norm.bias)
+    y = torch.nn.functional.gelu(expected, approximate="tanh")
+    (whole,) = torch.autograd.grad(y.sum(), norm.bias)
+    for run_norm in (sequence, lambda x: torch.nn.functional.gelu(norm.plain(x), approximate="tanh")):
+        (found,) = torch.autograd.grad(run_norm(x).float().sum(), norm.bias)
+        assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
+        assert (found - whole).norm() < 0.02 * whole.norm()

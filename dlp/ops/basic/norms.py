@@ -128,13 +128,14 @@ class _LayerNorm(torch.autograd.Function):
         normed = ops.LayerNormed(rows, weight, bias, eps)
         y: Tensor = normed.value
         ctx.save_for_backward(rows, weight, normed.mean, normed.rstd)
+        ctx.bias_dtype = bias.dtype
         return y.view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rows, weight, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = ops.layer_norm_backward(rows_of(grads[0]), rows, weight, mean, rstd)
-        return dx.view(grads[0].shape), *[ops.rounded(grad, weight.dtype) for grad in (dweight, dbias)], None
+        return dx.view(grads[0].shape), ops.rounded(dweight, weight.dtype), ops.rounded(dbias, ctx.bias_dtype), None
 
 
 class RMSNorm(_Norm):
@@ -219,7 +220,7 @@ class LayerNorm(_Norm):
     def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         x, weight, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = ops.layer_norm_backward(ops.stored(rows_of(grad_output)), x, weight, mean, rstd)
-        return dx.view(ctx.shape), [ops.rounded(grad, weight.dtype) for grad in (dweight, dbias)]
+        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype), ops.rounded(dbias, self.bias.dtype)]
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         x = one_tensor(x)
