@@ -50,6 +50,7 @@ class Figures(NamedTuple):
     functions, files    distinct functions, and files that contain them
     classes             distinct classes whose methods were called
     lines               source lines of the distinct functions
+    docstrings          lines of docstrings, which `lines` contains
     """
 
     calls: int
@@ -57,13 +58,15 @@ class Figures(NamedTuple):
     files: int
     classes: int
     lines: int
+    docstrings: int
 
 
 def figures(trace: Trace) -> Figures:
     """Compute the counts of a trace."""
     classes = {(code.co_filename, owner) for code in trace if (owner := class_of(code))}
     files = {code.co_filename for code in trace}
-    return Figures(sum(trace.values()), len(trace), len(files), len(classes), sum(map(num_lines, trace)))
+    lines, docstrings = sum(map(num_lines, trace)), sum(map(num_doc_lines, trace))
+    return Figures(sum(trace.values()), len(trace), len(files), len(classes), lines, docstrings)
 
 
 def class_of(code: CodeType) -> str:
@@ -76,6 +79,12 @@ def num_lines(code: CodeType) -> int:
     """Number of source lines of a function, from the first line, decorators included, to the last line with code."""
     codes = [code, *(inner for inner in code.co_consts if isinstance(inner, CodeType))]
     return max(line for each in codes for _, _, line in each.co_lines() if line) - code.co_firstlineno + 1
+
+
+def num_doc_lines(code: CodeType) -> int:
+    """Number of lines of the docstring of a function, which is the first constant of `code`; 0: no docstring."""
+    first = code.co_consts[0] if code.co_consts else None
+    return first.count("\n") + 1 if isinstance(first, str) else 0
 
 
 @contextmanager
