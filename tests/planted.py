@@ -553,7 +553,11 @@ def _rounded(here: Here, tensor: Tensor, call: int) -> Tensor:
 
 
 def _nan_on_rank_1(here: Here, tensor: Tensor, call: int) -> Tensor:
-    return torch.where(torch.arange(tensor.shape[-1], device=tensor.device) == 3, torch.nan, tensor) if here.tp == 1 else tensor
+    return (
+        torch.where(torch.arange(tensor.shape[-1], device=tensor.device) == 3, torch.nan, tensor)
+        if here.tp == 1
+        else tensor
+    )
 
 
 DOWN_0 = "layers.0.mlp.down_proj"
