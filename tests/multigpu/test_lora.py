@@ -44,7 +44,11 @@ def inputs() -> Tensor:
 def trained(model: nn.Module, x: Tensor, steps: int = 3) -> dict[str, Tensor]:
     """Train adapters; return the gradients of the first step, and the adapters after the last step."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
+    # on GPUs foreach is the default of torch, which then takes no mixture of DTensors and plain tensors in one group
+    by_kind: dict[type, list[Tensor]] = {}
+    for parameter in parameters.values():
+        by_kind.setdefault(type(parameter), []).append(parameter)
+    optimizer = torch.optim.SGD([{"params": each} for each in by_kind.values()], lr=0.1, foreach=True)
     if any(hasattr(module, "core") for module in model.modules()):
         dlp.attach(model, optimizer)
     found: dict[str, Tensor] = {}
