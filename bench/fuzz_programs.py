@@ -26,6 +26,7 @@ from dlp.proof.cases import MeshCase
 from launch import prove as launched
 from launch.config.run_config import Config, load
 from launch.models.modules import RMSNorm
+from launch.settings.schema import toml_value
 
 BATCH, VOCABULARY = 8, 64
 MESHES = {
@@ -261,8 +262,8 @@ def llama(draw: random.Random, mesh: str, seed: int) -> Program:
         "train.z_loss": draw.choice((0.0, 1e-3)), "train.weight_cache": draw.choice(("step", "forward")),
         "mesh.reshard_after_forward": draw.random() < 0.7, "mesh.quantized_gather": draw.random() < 0.7,
     }  # fmt: skip
-    name = drawn_recipe(draw, blocks)
-    recipe = name if isinstance(name, str) else name["name"]
+    drawn = drawn_recipe(draw, blocks)
+    recipe = drawn if isinstance(drawn, str) else toml_value(drawn)
     arguments = [
         part
         for key, value in settings.items()
