@@ -4,6 +4,11 @@ kernels.
 With the fixture `emulated`, or inside `emulation()`, CPU tensors take the code paths of CUDA tensors: jobs, plans,
 launches and captured launches. The functions compute the reference in plain torch on the memory at the addresses. GEMMs
 sum in fp32 in the order of torch.
+
+`tests/cuda_on_cpu` tests the kernels themselves, compiled for the CPU. The Python functions show two kinds of faults that
+compiled kernels do not show: `launch_trace` records the memory that each launch reads and writes, so that `launch_order`
+finds missing waits between streams and ranks, and a late side stream (`simulated_transport`) exposes memory that is reused
+before it was read.
 """
 
 from __future__ import annotations
