@@ -1,4 +1,4 @@
-"""Calibration on two ranks: scales that are equal on all ranks, scales of outputs and of siblings, and statistics."""
+"""Calibration: scales that are equal on two ranks, scales of outputs and of siblings, statistics, and observers."""
 
 from __future__ import annotations
 
@@ -141,3 +141,20 @@ def test_scale_and_range_are_of_the_same_last_batches(monkeypatch):
         amax = {"max": 3.0, "minmax": 3.0, "average": 2.5, "callable": 2.0}[observer]
         assert model[0].x_scale == torch.tensor(448.0) / torch.tensor(amax), observer
         assert model[0].x_range.tolist() == [-1.0 if observer == "minmax" else -amax, amax]
+
+
+def test_scales_are_fp32_whatever_an_observer_returns_and_none_is_stored_after_an_error():
+    model = nn.Sequential(nn.Linear(8, 8))
+    with torch.no_grad(), dlp.calibrate(model, "**", lambda window: window.double().amax(0)):
+        model(torch.ones(1, 8))
+    assert model[0].x_scale.dtype == model[0].x_range.dtype == torch.float32
+
+    def only_of_x(window: Tensor) -> Tensor:
+        return window.amax(0) if float(window.max()) == 1 else window.amax(0) * torch.nan
+
+    fresh = nn.Sequential(nn.Linear(8, 8))
+    nn.init.constant_(fresh[0].weight, 1.0)
+    with pytest.raises(ValueError, match="an amax of nan for 0"), torch.no_grad():
+        with dlp.calibrate(fresh, "**", only_of_x, tensors=("x", "y")):
+            fresh(torch.ones(1, 8))
+    assert not dict(fresh.named_buffers())

@@ -33,7 +33,7 @@ from dlp.quant.quantizer import SlotOptions
 from dlp.quant.state import SlotTable
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
-BATCHES = 1024  # number of batches whose amaxes count: the last ones
+BATCHES = 1024  # number of batches in the history; the amaxes of older batches are dropped
 E4M3 = torch.float8_e4m3fn
 CLIPS = 20  # number of fractions 1 - i / 40 of the amax, from 1 down to 0.525, that the observer "mse" tries
 
@@ -45,9 +45,9 @@ def average(window: Tensor) -> Tensor:
 
 
 def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], window: Tensor) -> Tensor:
-    """Call an observer function on the amaxes of the batches in which a layer ran, and return its result, one amax for each
-    layer in `names`; zeros if no layer ran. Raises ValueError for a result of another shape, and, if all recorded amaxes are
-    finite, for an amax of a layer that ran that is not a finite number above 0."""
+    """Call an observer function on the amaxes of the batches in which any layer ran, and return its result, one amax for each
+    layer in `names`; zeros if no layer ran. Raises ValueError for a result of another shape. Also raises ValueError if the
+    result for a layer that ran is not a finite number above 0, unless a recorded amax is itself not finite."""
     seen = window > 0
     if not seen.any():
         return window.amax(0)
@@ -65,8 +65,8 @@ def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], wind
 
 
 def best_clip(x: Tensor) -> Tensor:
-    """Return the amax, fp32 [], with which a cast of x to E4M3 has the smallest mean square error; larger values are
-    clipped."""
+    """Return the clipping threshold, fp32 [], with which a cast of x to E4M3 has the smallest mean square error, among `CLIPS`
+    fractions of the amax of x. The cast clips magnitudes above the threshold."""
     values, amax = x.float(), ops.amax(x).float()
     top = ops.FP8_MAX[E4M3]
     losses, clips = [], [1 - i / (2 * CLIPS) for i in range(CLIPS)]
@@ -113,8 +113,8 @@ class _Observed:
         self.table = SlotTable({f"{name}{end}": options for end in self.ends for name in names}, device)
 
     def record(self, name: str, x: Tensor) -> None:
-        """Record the numbers (`look`) of x [M, K] of a layer, if they exceed those recorded since the last `close`; record Inf
-        for an x with Inf or NaN."""
+        """Record the numbers that `look` computes from x [M, K] or y [M, N] of a layer. Each recorded number is the maximum
+        since the last `close`; it is Inf if the tensor has Inf or NaN."""
         self.ran.add(name)
         found, finite = self.look(x), x.isfinite().all()  # checked apart, since `ops.amax` ignores NaN
         for end, number in zip(self.ends, found if isinstance(found, tuple) else (found,), strict=True):
@@ -122,8 +122,8 @@ class _Observed:
             staging.copy_(torch.maximum(staging, torch.where(finite, number.float(), torch.inf)))
 
     def close(self) -> None:
-        """End a forward of the model: append the recorded numbers, maxima over all ranks, to the history. All ranks call
-        `close`."""
+        """End a forward of the model: append the maxima of the recorded numbers over all ranks to the history. All ranks
+        call `close`."""
         world: ProcessGroup | None = dist.group.WORLD if dist.is_initialized() else None
         shared = world is not None and world.size() > 1
         table = self.table
@@ -148,8 +148,8 @@ class _Observed:
                 )
 
     def buffers(self, name: str) -> dict[str, Tensor]:
-        """Return the buffers of a layer: `x_scale` (or y), fp32 [], the multiplier of a cast to E4M3; and `x_range` (or y),
-        fp32 [2], the smallest and the largest value ("minmax"), or minus and plus the amax."""
+        """Return the buffers of a layer by name: `x_scale`, fp32 [], the multiplier of a cast to E4M3; and `x_range`, fp32 [2],
+        the smallest and the largest value ("minmax"), or minus and plus the amax; for y, `y_scale` and `y_range`."""
         found = [self._amaxes[self.table.index(f"{name}{end}")] for end in self.ends]
         high, negated_low = found[0], found[-1]
         scale = ops.scale_from_amax(torch.maximum(high, negated_low), ops.FP8_MAX[E4M3])
@@ -162,7 +162,7 @@ class _Observed:
         slots = self.table.state_dict()
         window = torch.stack([slots[name]["history"][1:] for name in self.table.names], 1)
         found: Tensor = window.amax(0) if self.algorithm == "max" else self.algorithm(window)
-        return found
+        return found.detach().float()  # an observer function may return another dtype
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def calibrate(
     model: nn.Module, pattern: str = "**", observer: str | Callable[[Tensor], Tensor] = "max",
     tensors: Sequence[str] = ("x",),
 ) -> Iterator[dict[str, nn.Module]]:  # fmt: skip
-    """Context manager: record the amaxes of x, y or both of linears, and store static scales on exit.
+    """Context manager: record amaxes of the inputs x, the outputs y, or both, of linears, and store static scales on exit.
 
     On exit each observed linear gets, for an observed x, the buffers `x_scale`, the multiplier of a cast to E4M3, and
     `x_range`, the smallest and the largest value ("minmax") or minus and plus the amax; for an observed y, `y_scale` and
@@ -226,15 +226,16 @@ def calibrate(
             hook.remove()
     for each in observed.values():
         each.check(pattern)
-    for name, module in linears.items():
-        for each in observed.values():
-            for buffer, value in each.buffers(name).items():
-                module.register_buffer(buffer, value, persistent=False)
+    buffers = [
+        (name, *buffer) for name in linears for each in observed.values() for buffer in each.buffers(name).items()
+    ]
+    for name, buffer, value in buffers:  # after all are computed, since an observer function may raise
+        linears[name].register_buffer(buffer, value, persistent=False)
 
 
 def _records_x(record: Callable[[Tensor], None]) -> Callable[..., None]:
-    """Return a forward pre-hook that passes x [M, K] of a linear to `record`, and to the statistics of a converted layer that
-    has them."""
+    """Return a forward pre-hook that passes x [M, K] of a linear to `record` and, for a converted layer with statistics, to the
+    statistics."""
 
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
