@@ -3,8 +3,8 @@
     python -m launch.advise CONFIG --world 64 --board h200 [--recipes fp8_current bf16] [--show 5] [--section.key value ...]
 
 The program combines each mesh of `meshes` with each recipe and micro batch, and tries recomputation (`[train] checkpointing`)
-only for meshes that do not fit in memory without it. No rank is started. Only a model with few blocks is planned; its seconds
-and bytes are extrapolated to all blocks, since both are linear in the number of equal blocks.
+only for meshes that do not fit in memory without it. No rank is started. The program plans models with only a few blocks, and
+extrapolates seconds and bytes to the number of blocks of the config, since both are linear in the number of equal blocks.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def candidate(extended: Extended, settings: Sequence[str]) -> Candidate:
 def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
     """Yield the command-line overrides of [mesh] to try.
 
-    tp is 1, 2, 4 or 8, within one host, and divides heads, kv_heads, ffn and vocab. The other ranks shard by FSDP over all
-    hosts, or shard by FSDP within each host and replicate over hosts.
+    tp is 1, 2, 4 or 8, at most the number of GPUs of a host, and divides heads, kv_heads, ffn and vocab. cp is that of the
+    config. The ranks that differ in neither tp nor cp shard parameters by FSDP: all of these ranks together, or only those of
+    one host, with a replica in each host.
     """
     m = config.family
     for tp in (1, 2, 4, 8):
@@ -76,7 +77,7 @@ def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
         ):
             continue
         rest = world // (tp * config.mesh.cp)
-        inside = max(1, HOST // tp)
+        inside = max(1, HOST // (tp * config.mesh.cp))
         for replicate in dict.fromkeys((1, rest // inside if rest % inside == 0 and rest > inside else 1)):
             yield (
                 f"--mesh.{TP}", str(tp), f"--mesh.{DP_REPLICATE}", str(replicate), f"--mesh.{DP_SHARD}",
@@ -87,7 +88,8 @@ def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
 def advise(
     name: str, arguments: Sequence[str], world: int, board: str, recipes: Sequence[str]
 ) -> tuple[list[Candidate], list[str]]:
-    """Return the candidates that fit in memory, fastest first, and one sentence for each rejected combination.
+    """Return the candidates that fit in memory, fastest first, and one sentence for each combination that is invalid or does
+    not fit. Combinations that only the rules of micro_batch reject have no sentence.
 
     Args:
         name: Name or path of the config.

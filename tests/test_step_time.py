@@ -186,3 +186,10 @@ def test_measured_rates_have_the_form_of_a_table():
     assert found["attention"][0].keys() == shipped["attention"][0].keys()
     with pytest.raises(ValueError, match="expected a GPU"):
         measure.main(["--board", "h200", "--overlap-table", "h200-2.json", "--out", "x.json"])
+
+
+def test_replicas_of_a_host_contain_the_ranks_of_cp():
+    """With tp 1 and cp 2 a host of 8 GPUs has room for 4 shards."""
+    options = list(advise.meshes(load("llama3_1b", ["--mesh.cp", "2"]), 32))
+    replicated = {each[1]: each[5] for each in options if each[3] != "1"}
+    assert replicated == {"1": "4", "2": "2", "4": "1", "8": "1"}, "dp_shard by tp"
