@@ -1,7 +1,7 @@
 """Test suites for built-in and user-defined formats: `check_format`.
 
-    dlp.testing.check_format(MyQuantizer())                   suites basic, pieces, transpose, linear, saving, compile
-    dlp.testing.check_format(MyQuantizer(), mesh=mesh)        the same, and suites DTensor, FSDP; called on all ranks
+    dlp.testing.check_format(MyQuantizer())                   runs the suites basic, pieces, transpose, linear, saving, compile
+    dlp.testing.check_format(MyQuantizer(), mesh=mesh)        also runs the suites DTensor and FSDP; call on all ranks
 
 A suite that fails raises AssertionError with the name of the suite and the rule; if an SQNR is too small, the message has the
 SQNR and the minimum.
@@ -63,13 +63,15 @@ def check_format(
     Args:
         quantizer: quantizer that computes scales from the tensor itself.
         device: device of the test matrices.
-        mesh: mesh whose first axis has at least two ranks; shards and gathers are checked as well. Call on all ranks.
-        floor: smallest SQNR of decoded values in dB; None: 30 for E4M3, 24 for E5M2, 15 for E2M1, 6 bits - 8 for integers and
-            40 for other formats.
+        mesh: mesh whose first axis has at least two ranks. With a mesh, sharding by DTensor and FSDP2 is checked as well, and
+            all ranks must call this function.
+        floor: smallest accepted SQNR of decoded values in dB; y may be 1 dB lower. None: 30 for E4M3, 24 for E5M2, 15 for E2M1,
+            6 * bits - 8 for integers, and 40 for other formats.
         compiles: check torch.compile, which takes a few seconds.
 
     Returns:
-        SQNRs in dB: "values" of decoded values, "linear" of y.
+        SQNRs in dB: entry "values" for decoded values, and entry "linear" for y of the linear. A format with a transform has no
+        entry "linear".
 
     Raises:
         AssertionError: for a check that fails, with the name of the suite and the rule.
@@ -83,7 +85,7 @@ def check_format(
         raise ValueError(
             f"{quantizer} uses delayed scaling, and a single matrix has no amax history: check the format with current scales"
         )
-    least = FLOORS[_element(quantizer)] if floor is None else floor
+    least = FLOORS.get(_element(quantizer), FLOORS[""]) if floor is None else floor
     made = torch.Generator().manual_seed(0)
     values = torch.randn(SIZE, generator=made).to(torch.bfloat16).to(device)
     x = torch.randn(64, SIZE[1], generator=made).to(torch.bfloat16).to(device)
@@ -91,7 +93,7 @@ def check_format(
     found = {"values": check_basic(quantizer, values, q, least)}
     check_pieces(quantizer, values, q)
     check_transpose(quantizer, values, q)
-    if quantizer.format.basis:  # codes of rotated values: a GEMM needs a second operand with the same rotation
+    if quantizer.format.basis:  # the values are rotated, so a GEMM needs a second operand with the same rotation
         return found
     weight = QuantizedParameter(q, values.dtype)
     found["linear"] = check_linear(weight, values, x, least)
@@ -104,7 +106,7 @@ def check_format(
 
 
 def _element(quantizer: Quantizer) -> str:
-    """Return the element format of a quantizer, a key of FLOORS."""
+    """Return the element format of a quantizer; "" for a format without a name of an element."""
     fmt = quantizer.format
     element = getattr(fmt, "element", "")
     return element or ("e2m1" if fmt.elements_per_code == 2 else "")
@@ -119,7 +121,8 @@ def _must(holds: bool, suite: str, said: str) -> None:
 def _cast(
     quantizer: Quantizer, values: Tensor, amax: Tensor | None = None, at: Origin | None = None
 ) -> QuantizedTensor:
-    """Cast a matrix. `amax`: amax of several shards; None: of this matrix. `at`: position for random bits."""
+    """Cast a matrix. `amax`: amax for the scale; None: the amax of this matrix. `at`: position of the matrix for random bits;
+    None: the matrix is not a shard."""
     amax = quantizer.observe(values) if amax is None else amax
     if not caps_of(quantizer).origin:
         return quantizer.cast(values, amax)
@@ -128,8 +131,8 @@ def _cast(
 
 
 def check_basic(quantizer: Quantizer, values: Tensor, q: QuantizedTensor, least: float) -> float:
-    """Check that dtypes and shapes of parts are as declared, that casts into existing memory equal casts into new memory, and
-    that errors are small. Returns the SQNR of the decoded values."""
+    """Check that dtypes and shapes of parts are as declared, that a cast into `out` equals a cast without `out`, that parts are
+    contiguous, and that errors are small. Returns the SQNR of the decoded values in dB."""
     fmt = quantizer.format
     _must(q.format == fmt, "basic", f"cast returns {q.format.name}, and the quantizer declares {fmt.name}")
     _must(is_dataclass(fmt) and fmt == copy.copy(fmt), "basic", "a format must be a value: a frozen dataclass")
@@ -168,8 +171,9 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def check_pieces(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) -> None:
-    """Check that halves of a matrix consist of complete blocks, and that the parts of halves, cast with the amax of the matrix,
-    concatenate to the parts of the cast matrix. Casts with stochastic rounding are not compared."""
+    """Check that halves of a matrix consist of complete blocks. Cast the halves with the amax of the matrix, and check that
+    their parts concatenate to the parts `q` of the matrix; parts that are SHARED must be equal to the parts of `q`. Casts with
+    stochastic rounding are not compared."""
     fmt = quantizer.format
     for dim, size in enumerate(SIZE):
         for part in fmt.parts:
@@ -205,7 +209,8 @@ def check_transpose(quantizer: Quantizer, values: Tensor, q: QuantizedTensor) ->
 
 
 def check_linear(weight: QuantizedParameter, values: Tensor, x: Tensor, least: float) -> float:
-    """Check y of a quantized linear against y of the original and of the decoded weight. Returns the SQNR of y."""
+    """Check y of a quantized linear against y of the original weight and against y of the decoded weight. Returns the SQNR of y
+    against the original weight, in dB."""
     y, expected = F.linear(x, weight), x.double() @ values.double().t()
     ratio = sqnr(y, expected)
     _must(ratio >= least - 1, "linear", f"SQNR of y is {ratio:.1f} dB, below the floor of {least - 1:.1f}")
@@ -215,12 +220,12 @@ def check_linear(weight: QuantizedParameter, values: Tensor, x: Tensor, least: f
 
 
 def check_saved(weight: QuantizedParameter) -> QuantizedParameter:
-    """Check torch.save, and torch.load with weights_only=True, for which a user-defined format is temporarily allowed. Returns
-    the loaded weight."""
+    """Check torch.save, and torch.load with weights_only=True. The class of the format is allowed temporarily for this load.
+    Returns the loaded weight."""
     file = io.BytesIO()
     torch.save({"weight": weight}, file)
     file.seek(0)
-    # `safe_globals` removes its classes at the end, also if they were allowed before
+    # `safe_globals` removes the given classes at the end, so a class that was allowed before is not given
     known = torch.serialization.get_safe_globals()
     with torch.serialization.safe_globals([kind for kind in [type(weight.use.format)] if kind not in known]):
         read: QuantizedParameter = torch.load(file, weights_only=True)["weight"]

@@ -85,6 +85,12 @@ def test_a_step_whose_gradients_are_not_finite_changes_nothing(kind: str):
                 assert_bit_equal(tensor, old[part] if part else old, f"{name} {part}")
 
 
+def test_a_model_that_is_a_list_of_blocks_has_matrices():
+    matrices, vectors = dlp.optim.muon_groups(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 8)]))
+    assert matrices["matrices"] and [p.shape for p in matrices["params"]] == [(4, 4), (8, 4)]
+    assert len(vectors["params"]) == 2
+
+
 def test_what_cannot_be_made_is_refused():
     with pytest.raises(ValueError, match="AdamW8bit: parameters must be fp32; got torch.bfloat16"):
         dlp.optim.AdamW8bit(nn.Linear(4, 4).bfloat16().parameters())
@@ -118,8 +124,8 @@ def test_what_cannot_be_made_is_refused():
 
 
 def resumed_on_shards(folder: str, kind: str) -> list[str]:
-    """Return the names of the parameters that differ between a run and a run that was saved by torch's checkpoint and
-    resumed, on 2 FSDP ranks."""
+    """Train on 2 FSDP ranks, once without interruption, and once with a save and a load by torch's checkpoint in the
+    middle. Return the names of the parameters that differ between the two runs."""
     mesh, runs = worker.mesh(dp_shard=2, tp=1), []
     for resumes in (False, True):
         model = model_of()

@@ -1,14 +1,14 @@
-"""Muon for the matrices of blocks and AdamW for other parameters, as one optimizer.
+"""Muon for the matrices of transformer blocks and AdamW for other parameters, as one optimizer.
 
     b  = mu b + (1 - mu) g              momentum, sharded like the parameter
     u  = NS(mu b + (1 - mu) g)          Nesterov momentum; NS makes all singular values of the full matrix about 1
     w -= lr (wd w + 0.2 sqrt(max(rows, columns)) u)
 
-With this factor, lr and weight decay can have the values of AdamW (Jordan et al., "Muon", 2024; Liu et al., arXiv 2502.16982,
-section 2.2). The results equal those of torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which does not support sharded
-parameters, `grad_scale` and `found_inf`. NS needs the full matrix: each rank gathers the argument of NS in bf16 and computes
-the complete NS. The cost of NS therefore does not fall with the number of ranks, and a step sends 2 bytes for each element of
-these matrices.
+With the factor 0.2 sqrt(max(rows, columns)), lr and wd can have the values of AdamW (Jordan et al., "Muon", 2024; Liu et al.,
+arXiv 2502.16982, section 2.2). The results equal those of torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), which does not
+support sharded parameters, `grad_scale` and `found_inf`. NS needs the full matrix: each rank gathers the argument of NS in bf16
+and computes the complete NS. The cost of NS therefore does not fall with the number of ranks, and a step sends 2 bytes for each
+element of these matrices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dlp.parallel.weight.local import local_values
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
-LEAST = 1e-7  # minimum of a norm in a division
+LEAST = 1e-7  # minimum of the norm by which a matrix is divided
 BUFFER = "momentum_buffer"
 
 
@@ -40,7 +40,8 @@ OWN = {"layer": "dlp.optim", "purpose": "other"}  # labels of the transfers of a
 
 
 def is_matrix_of_block(parameter: str, shape: Sequence[int]) -> bool:
-    """Whether Muon updates a parameter: a matrix in `layers`, so neither embedding nor head. `parameter`: full name."""
+    """Return whether Muon updates a parameter: a matrix with "layers" in the dotted full name `parameter`, so neither embedding
+    nor head."""
     return len(shape) == 2 and "layers" in parameter.split(".")
 
 
@@ -48,12 +49,12 @@ def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str
     """Return parameter groups of a model for `dlp.optim.Muon`.
 
     Args:
-        model: model whose blocks lie in an nn.ModuleList; 2-D parameters of the blocks are the matrices.
-        weight_decay: weight decay of parameters with at least two dimensions; vectors have none.
+        model: model whose transformer blocks lie in an nn.ModuleList; 2-D parameters of the blocks are the matrices.
+        weight_decay: weight decay of parameters with at least two dimensions; other parameters have weight decay 0.
 
     Returns:
-        Up to three groups: matrices of blocks, other parameters with at least two dimensions, and vectors. Empty groups are
-        left out.
+        Up to three groups of the parameters that require gradients: matrices of blocks, other parameters with at least two
+        dimensions, and parameters with fewer dimensions. Empty groups are left out.
 
     Raises:
         ValueError: for a model without such matrices.
@@ -63,7 +64,7 @@ def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str
         >>> len(dlp.optim.muon_groups(model))
         2
     """
-    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    lists = [name and f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     learning = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = {name for name, p in learning.items() if p.dim() == 2 and name.startswith(tuple(lists))}
     if not matrices:
@@ -87,7 +88,8 @@ def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str
 class Muon(ScaledOptimizer):
     """Muon (orthogonalized momentum) for matrices, AdamW for other parameters, also for sharded parameters.
 
-    A step is clipped by `grad_scale` and skipped by `found_inf`, fp32 [] each, as in torch's fused AdamW.
+    A step divides gradients by `grad_scale`, and changes nothing if `found_inf` is 1, as in torch's fused AdamW. Both
+    are fp32 [] tensors.
 
     Args:
         groups: groups of parameters, for example from `dlp.optim.muon_groups`. A group with `matrices` true holds 2-D
@@ -97,7 +99,8 @@ class Muon(ScaledOptimizer):
         eps: number added to the denominator of AdamW.
 
     Raises:
-        ValueError: for a group with `matrices` true that holds a parameter with another number of dimensions than 2.
+        ValueError: for a group with `matrices` true that holds a parameter that is not 2-D, for lr, eps or weight_decay that is
+            negative or not finite, and for betas outside [0, 1).
 
     Examples:
         >>> model = nn.Sequential(nn.ModuleList([nn.Linear(64, 64)]))
@@ -174,7 +177,8 @@ def orthogonal(u: Tensor) -> Tensor:
 
 
 def whole(shard: Tensor, like: Tensor) -> Tensor:
-    """Gather a matrix that is sharded like the parameter `like`, axis by axis in the order of the mesh: dp_shard, then tp."""
+    """Return the full matrix of a shard that is sharded like the parameter `like`. Gathers over one mesh axis after the other,
+    in the order of the mesh: dp_shard, then tp."""
     if not isinstance(like, DTensor):
         return shard
     mesh: DeviceMesh = like.device_mesh
@@ -182,7 +186,7 @@ def whole(shard: Tensor, like: Tensor) -> Tensor:
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
-        shape = list(like.shape)  # sharded by later axes only, in equal parts
+        shape = list(like.shape)  # shape after this gather: sharded by later axes only, in equal shards
         for later in range(axis + 1, mesh.ndim):
             if not isinstance(placements[later], Replicate):
                 shape[placements[later].dim] //= mesh.size(later)
