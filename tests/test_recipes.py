@@ -25,7 +25,7 @@ from dlp.quant.integers import IntScaling
 from dlp.quant.mxfp8 import MxScaling
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of
-from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe, as_recipe, both, load, names
+from dlp.quant.recipe import GEMMS, OPERANDS, Operand, Recipe, as_recipe, both, load, names, source
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 from tests.command import command
 from tests.metrics import relative_error
@@ -190,6 +190,8 @@ def test_a_recipe_is_one_file(tmp_path: Path):
     assert recipe.x.rowwise == MxScaling() and recipe.amax_scope == "all"
     assert load("mine", recipes_path=tmp_path) == load("mine", recipes_path=str(tmp_path))
     assert load("mxfp8", recipes_path=tmp_path) == load("mxfp8")
+    paths = [source({"name": name, "recipes_path": tmp_path}) for name in ("mine", "mxfp8")]
+    assert paths == [tmp_path.resolve() / "mine.py", None], "mxfp8 is imported from no file of the user"
     with pytest.raises(ValueError, match="unknown recipe 'mine'"):
         load("mine")
     with pytest.raises(ValueError, match="recipe mine has no option 'block'; the options are element, accumulation"):
@@ -320,7 +322,7 @@ class Int6(Format):
 
 
 class Int6WithGemm(Int6):
-    """The same format with a GEMM on integers."""
+    """Int6 with a GEMM that multiplies the integer codes."""
 
     name = "int6 own"
 

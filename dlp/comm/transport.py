@@ -1,7 +1,7 @@
 """Table of the process groups that send through mapped memory (`dlp.comm.mapped`), and amax agreements of a group.
 
-`ask_for` decides once for each group whether the group gets a `Transport`; all other groups send by NCCL or gloo. `in_pass`
-tells the transport of a group where the pass of a layer begins and ends.
+`ask_for` decides once for each group whether the group gets a `Transport`. Groups without a transport send by NCCL or gloo.
+`in_pass` tells the transport of a group where the pass of a layer begins and ends.
 
 `agree` computes the maxima of amaxes over the ranks of a group, by the transport or by an all-reduce. It runs between the
 `observe` and the `cast` of a quantizer, so that all ranks of the group compute the same scale.
@@ -48,10 +48,10 @@ def transport_of(group: ProcessGroup) -> Transport | None:
 
 
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return the elementwise maxima over the ranks of `group` of fp32 tensors, which have the same shapes on all ranks.
+    """Return the elementwise maxima of fp32 tensors over the ranks of `group`. The tensors have the same shapes on all ranks.
 
     The maxima are computed by a kernel in mapped memory if the group has a transport (`dlp.comm.mapped`) and no tensor has more
-    than MAXIMA values, else by one all-reduce. The inputs are not changed. Every rank of the group must call `agree`, also a
+    than MAXIMA values, else by one all-reduce. The inputs are not changed. Every rank of the group must call `agree`, even a
     rank with an empty shard.
     """
     if group.size() == 1 or not observed:
@@ -94,9 +94,9 @@ def ask_for(group: ProcessGroup, device_type: str, *, required: bool = False) ->
     if name not in _OF_GROUP:
         _WHY_NOT[name] = _obstacle(group, device_type)
         _OF_GROUP[name] = None if _WHY_NOT[name] else _on_gpus(group)
-    if required and _WHY_NOT[name]:
+    if required and _OF_GROUP[name] is None:
         raise ValueError(
-            f"transport = 'mapped': the {group.size()} ranks of a group cannot map each other's memory: {_WHY_NOT[name]}; set "
+            f"transport = 'mapped': the {group.size()} ranks of a group cannot map each other's memory: {why_not(group)}; set "
             f"transport = 'auto' or 'nccl'"
         )
 
@@ -204,8 +204,8 @@ def waits() -> list[str]:
 
 
 def kept(group: ProcessGroup | None, parts: Sequence[Tensor]) -> Parts:
-    """Return gathered parts in memory that stays valid after the pass: copies if the group has a transport, whose slots are
-    reused; else the same tensors."""
+    """Return gathered parts in memory that stays valid after the pass: copies if the group has a transport, because
+    later transfers reuse its slots; else the same tensors."""
     transport = None if group is None else transport_of(group)
     return tuple(parts) if transport is None else transport.kept(parts)
 

@@ -5,9 +5,9 @@
     wgrad   dw = dy.columnwise @ x.columnwise.T     contraction M (tokens)
 
 A recipe is a frozen dataclass that does not depend on the mesh. `load("fp8_current", power_of_two=True)` imports
-`dlp/quant/recipes/fp8_current.py` and calls the function `recipe` of this file with the options. A new recipe is one new file;
-the signature of its function `recipe` lists the options. `load` applies the options that all recipes share (`SHARED_OPTIONS`)
-to the result of the function.
+`dlp/quant/recipes/fp8_current.py` and calls the function `recipe` of fp8_current.py with the options. A new recipe is one new
+file; the signature of its function `recipe` lists the options. `load` applies the options that all recipes share
+(`SHARED_OPTIONS`) to the result of the function.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Operand:
 
     @cached_property
     def clips(self) -> bool:
-        """Whether both formats have a mask of clipped values, whose gradient is 0 (`Format.clips`)."""
+        """Whether both formats have a mask of clipped values (`Format.clips`). The gradient of clipped values is 0."""
         return self.rowwise.format.clips and self.columnwise.format.clips
 
     @property
@@ -110,14 +110,14 @@ class Recipe:
         wgrad: options of the wgrad GEMM.
         amax_scope: operands on whose amax tp ranks agree, if tp shards a dimension that a scale spans. "table": operands that
             are gathered; "all": all operands.
-        reduce_amax: with delayed scaling, ranks agree on amaxes at the step boundary.
+        reduce_amax: whether ranks agree on the amaxes of delayed scaling at the step boundary.
         y: quantizer by which y is cast and decoded; None: y is not rounded.
         dx: quantizer by which dx is cast and decoded; None: dx is not rounded.
         gather_dy: how dy is gathered. "quantized": as codes; "high_precision": in the dtype of dy, and quantized afterwards.
         options: (name, value) of the options that `load` was called with, for printing.
 
     Raises:
-        ValueError: for two operands that a GEMM cannot multiply; the message names the GEMM. For a quantizer that lacks a
+        ValueError: for two operands that a GEMM cannot multiply (the message names the GEMM), and for a quantizer that lacks a
             method or argument that it declares.
 
     Examples:
@@ -316,9 +316,9 @@ def _file(name: str, recipes_path: str | Path | None) -> Path:
 
 
 def source(value: Any) -> Path | None:
-    """Return the user's Python file that defines the recipe of `as_recipe(value)`; None for recipes of dlp and for recipe
-    objects."""
-    if not isinstance(value, Mapping) or value.get("recipes_path") is None:
+    """Return the path NAME.py in the `recipes_path` of `value`, a mapping for `as_recipe`. None for a name, a recipe object, a
+    mapping without `recipes_path`, and the name of a recipe of dlp, because these import no file of the user."""
+    if not isinstance(value, Mapping) or value.get("recipes_path") is None or value.get("name") in _shipped():
         return None
     return _file(str(value.get("name")), value["recipes_path"])
 
