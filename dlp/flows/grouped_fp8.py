@@ -4,9 +4,9 @@
     dx_e [m_e, K] = dy_e [m_e, N] @ w_e [N, K]        one launch for all experts e
     dw_e [N, K]   = dy_e.T @ x_e                      one GEMM for each expert
 
-x_e are the m_e rows of x of expert e. Everything but the two grouped launches is done by the forward and backward of each
-linear (`dlp.parallel.linear.autograd`), which run with a `Finish` that collects the operands of fprop or dgrad instead of
-multiplying. The codes of all experts are then copied into one tensor, which the launch reads.
+x_e has the m_e rows of x that belong to expert e. Everything but the two grouped launches is done by the forward and backward
+of each linear (`dlp.parallel.linear.autograd`), which run with a `Finish` that collects the operands of fprop or dgrad instead
+of multiplying. The codes of all experts are then copied into one tensor, which the launch reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor, as_bytes
-from dlp.runtime.function import Passes, apply_pass, autocasts, opaque, refuse_transforms
+from dlp.runtime.function import Passes, apply_pass, autocast_is_on, opaque, refuse_transforms
 
 
 def _formats(spec: LinearSpec) -> list[Format]:
@@ -44,7 +44,7 @@ def obstacle(cores: Sequence[LinearCore], x: Tensor) -> str:
     specs, weights = [core.spec for core in cores], [core.parameters()[0] for core in cores]
     gemms = {(spec.recipe.fprop, spec.recipe.dgrad) for spec in specs}
     out_dtypes = {gemm.out_dtype for both in gemms for gemm in both}
-    if opaque() or autocasts(x) or active_region() is not None:
+    if opaque() or autocast_is_on(x) or active_region() is not None:
         return "grouped GEMMs do not run under dispatch modes, torch.autocast and dlp.autocast"
     if x.dtype is not torch.bfloat16 or not out_dtypes <= {None, torch.bfloat16}:
         return "the grouped GEMM returns bf16"

@@ -29,7 +29,7 @@ from dlp.parallel.weight.local import held, num_axes
 from dlp.runtime.capture import LIMIT
 from dlp.runtime.function import (
     apply_pass,
-    autocasts,
+    autocast_is_on,
     in_autocast_dtype,
     multiplies_tf32,
     no_autocast,
@@ -106,7 +106,7 @@ class OperationFuser:
                 raise TypeError(f"{self.names[0]}: x and extra inputs must be tensors; got {type(tensor).__name__}")
         if basic_op_kwargs is not None:
             self.members.check_keywords(basic_op_kwargs)
-        if torch._C._is_any_autocast_enabled() and inputs and autocasts(inputs[0]):
+        if torch._C._is_any_autocast_enabled() and inputs and autocast_is_on(inputs[0]):
             cast = tuple(map(in_autocast_dtype, inputs))
             if not torch.compiler.is_dynamo_compiling() and cast[0].dtype != inputs[0].dtype:
                 self.autocast = f"x is first cast from {inputs[0].dtype} to {cast[0].dtype}, by torch.autocast"
@@ -198,8 +198,8 @@ class OperationFuser:
     ) -> FuserCall:  # fmt: skip
         """Create a `FuserCall` for these tensors, without a plan. own: for each op with parameters, these parameters.
 
-        Raises TypeError for inputs that are DTensors or not floating-point, ValueError for ops with parametrizations
-        (`torch.nn.utils.parametrize`).
+        Raises TypeError for inputs that are DTensors, and for an x that is not floating-point, unless the first op takes
+        integers. Raises ValueError for ops with parametrizations (`torch.nn.utils.parametrize`).
         """
         self.members.check_floating(tensors[0].dtype)
         for name, op in zip(self.names, self.basic_ops, strict=True):

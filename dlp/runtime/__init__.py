@@ -1,1 +1,2 @@
-"""Execution of forward and backward: autograd functions and captured launches. Of dlp, this package imports only kernels."""
+"""Execution of forward and backward: autograd functions and captured launches. This package imports no package of dlp except
+dlp.kernels."""

@@ -4,19 +4,19 @@
     results = captured(given)                replays the launches; bitwise equal to `run()` on these tensors
 
 A replay is valid if only addresses differ between two calls of the function. This holds if (1) the function only allocates,
-takes views and launches kernels of dlp, and (2) its decisions depend only on shapes, strides, dtypes and alignment of `given`.
-`record` checks the first condition, and raises `NotPlain` for other operations. The caller is responsible for the second
-condition. A replay allocates each result separately, and all intermediate tensors in one allocation, in which tensors that are
-not in use at the same time share memory.
+takes views, launches kernels of dlp and makes calls by `launches.call`, and (2) the decisions of the function depend only on
+shapes, strides, dtypes and alignment of `given`. `record` checks the first condition, and raises `NotPlain` for other
+operations. The caller is responsible for the second condition. A replay allocates each result separately, and all intermediate
+tensors in one allocation, in which tensors that are not in use at the same time share memory.
 
-`CapturedPasses` captures the forward and the backward of an autograd function:
+`CapturedPasses` captures the forward and the backward of an autograd function, separately for each key of the inputs:
 
     first call      runs the function, which builds GEMM plans, workspaces and tables
     second call     records the launches of the function, and replays them
     further calls   replay the launches
 
-Calls between launches (`launches.call`), such as collectives of NCCL, are repeated in every replay. They divide the launches
-into segments, and each segment is one native call.
+Calls between launches (`launches.call`), such as collectives of NCCL, are repeated in every replay. The launches before,
+between and after such calls are one native call each.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class CapturedLaunches:
     def __call__(self, given: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
         """Replay the launches on tensors of the recorded shapes, strides, dtypes and alignment; return the results.
 
-        addresses   `data_ptr()` of each tensor; (): computed here"""
+        addresses   `data_ptr()` of each tensor in `given`; (): this call computes the addresses"""
         stream = stream_of(given[0])  # all tensors are on the current device
         allocated = [make() for make in self._make]
         bases = [*addresses] if addresses else [tensor.data_ptr() for tensor in given]
@@ -204,7 +204,7 @@ def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: 
     """Record the launches of `run`, without launching. `run` returns tensors that it allocated, or views of `given`.
 
     given     the tensors that `run` reads, which must be `disjoint`
-    fixed     further tensors that kernels read or write; their addresses must not change as long as the result is used
+    fixed     further tensors that kernels read or write; their addresses must not change as long as the returned object is used
 
     Raises NotPlain if `run` cannot be recorded.
     """
@@ -214,13 +214,13 @@ def record(run: Callable[[], Sequence[Tensor]], given: Sequence[Tensor], fixed: 
 
 
 class CapturedPasses:
-    """Captured launches of the forward and backward of a layer or of a sequence of ops.
+    """Captured launches of the forward and backward of a layer or of an `ops.Sequential`.
 
     A key is a tuple of the pass (FORWARD or BACKWARD) and all properties of the inputs that the launches depend on, except
     addresses.
 
-    obstacle   function that returns the reason why captured launches may not be used in this call; "": no reason
-    memory     function that returns further tensors that launches read and write, whose addresses do not change
+    obstacle   function that returns the reason why the current call may not use captured launches; "": no reason
+    memory     function that returns the tensors besides the inputs that launches read or write; their addresses must not change
     why        pass -> reason why the pass is never captured; "": it can be captured
     possible   pass -> whether the pass can be captured
     found      key -> captured launches, or the reason why there are none (SEEN after the first call)
@@ -295,8 +295,8 @@ class CapturedPasses:
         return run()
 
     def states(self, pass_name: str) -> Iterator[str]:
-        """Yield the reasons why inputs of this pass are not captured, one for each key, with "" for a captured key; also the
-        entries of `why` and `skipped` of the pass."""
+        """Yield, for each key of this pass, the reason why the key is not captured, or "" if the key is captured. Also yield
+        the reasons in `why` and `skipped` for the pass."""
         if self.why.get(pass_name):
             yield self.why[pass_name]
         for key, launches in self.found.items():
@@ -363,8 +363,8 @@ def _maker(result: Tensor, whole: Tensor) -> Make:
 def _share(tensors: Sequence[Tensor], launched: Launched) -> tuple[list[int], int]:
     """Return the offset in bytes of each intermediate tensor in one allocation, and the size of the allocation in bytes.
 
-    Tensors that are in use at the same time do not overlap. A tensor is in use from the first to the last launch with its
-    address; for a launch on a side stream, until the current stream waits for the side stream (`_windows`)."""
+    Tensors that are in use at the same time do not overlap. A tensor is in use from the first to the last step at which a
+    launch with an address of the tensor may run (`_windows`)."""
     windows = _windows(launched)
     uses = [
         [
@@ -396,7 +396,7 @@ def _windows(launched: Launched) -> list[tuple[int, int]]:
 
     On the current stream, both are the step of the launch. On a side stream, the first is the step that recorded the event for
     which the side stream last waited; the last is the step at which the current stream waits for the next event that the side
-    stream records after the launch.
+    stream records after the launch, or the end of the recording if there is no such wait.
     """
     windows = [(step, step) for step in range(len(launched))]
     for lane in {lane for _, _, lane in launched} - {CURRENT}:

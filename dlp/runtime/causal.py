@@ -3,18 +3,18 @@
     q                [B, heads, M, D]
     k, v             [B, kv heads, N, D], N >= M; query i attends to keys 0 .. N - M + i
 
-The causal mask of most backends of `scaled_dot_product_attention` assumes M = N. For M < N, this file calls the kernel of the
-backend twice, and merges the two results by the log-sum-exps (lse) of the scores:
+The causal mask of most backends of `scaled_dot_product_attention` assumes M = N. For M < N, this file calls cuDNN on
+GPUs and the flash kernel of CPUs (`KERNELS`) twice, and merges the two results by the log-sum-exps (lse) of the scores:
 
     first keys       out_0, lse_0 = attention(q, k[:N-M], v[:N-M]), not causal
     last M keys      out_1, lse_1 = attention(q, k[N-M:], v[N-M:]), causal
     merge            lse = log(exp(lse_0) + exp(lse_1))
                      out = exp(lse_0 - lse) out_0 + exp(lse_1 - lse) out_1, in fp32
     backward         p = exp(q k^T - lse), ds = p (dy v^T - sum(dy out)): with the merged out and lse, the backward of
-                     each call gives dk and dv of the keys of this call, and a term of dq
+                     each call gives dk and dv of the keys of this call, and one of the two terms of dq
 
-The flash kernel of GPUs aligns its causal mask with the last keys, and computes M < N in one call. Other backends, and dtypes
-and shapes that no such kernel supports, use a mask in memory.
+The flash kernel of GPUs aligns its causal mask with the last keys, and computes M < N in one call if D is a multiple of 8. In
+all other cases, `scaled_dot_product_attention` gets the mask as a tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from dlp.runtime.function import autocasts, in_autocast_dtype
+from dlp.runtime.function import autocast_is_on, in_autocast_dtype
 
 aten = torch.ops.aten
 Results = tuple[Tensor, ...]
@@ -36,13 +36,14 @@ Results = tuple[Tensor, ...]
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Compute causal attention of M queries at the last M of N key positions.
 
-    The backend is the backend that `scaled_dot_product_attention` chooses for the last M keys.
+    For M < N, the backend that `scaled_dot_product_attention` chooses for the last M keys runs, if this file can call the
+    backend. Otherwise `scaled_dot_product_attention` gets the mask as a tensor, and chooses again.
 
     Shape:
         - q: [B, heads, M, D]; k, v: [B, kv heads, N, D], N >= M
         - output: the shape of q
     """
-    if autocasts(q):  # ops of the backends do not autocast
+    if autocast_is_on(q):  # ops of the backends do not autocast
         q, k, v = map(in_autocast_dtype, (q, k, v))
     before, grouped = k.shape[2] - q.shape[2], q.shape[1] != k.shape[1]
     if before == 0:
@@ -50,8 +51,8 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     own = k[:, :, before:], v[:, :, before:]
     backend = backend_of(q, *own, grouped)
     if (q.device.type, backend) == ("cuda", SDPBackend.FLASH_ATTENTION) and q.shape[3] % 8 == 0:
-        # Called directly: `scaled_dot_product_attention` uses this mask only for a CausalBias, which torch cannot create in a
-        # dispatch mode
+        # The kernel is called directly, because `scaled_dot_product_attention` aligns the mask with the last keys only for a
+        # CausalBias, which torch cannot create in a dispatch mode
         out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
         return out
     if (q.device.type, backend) in KERNELS:
@@ -62,7 +63,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def backend_of(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> SDPBackend:
-    """Return the backend that `scaled_dot_product_attention` chooses for causal attention."""
+    """Return the backend that `scaled_dot_product_attention` chooses for causal attention of these tensors."""
     # Redispatch to the kernel of the tensor's device, as `scaled_dot_product_attention` does: for fake tensors the dispatcher
     # would call the kernel of the meta device
     key = torch._C._dispatch_key_parse(torch._C._dispatch_key_for_device(q.device.type))
@@ -87,7 +88,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Results:
 
 
 def _cudnn_backward(dy: Tensor, qkv: Results, forward: Results, causal: bool) -> Results:
-    absent = None, None, None  # bias, and bounds of sequences of different lengths
+    absent = None, None, None  # attn_bias, cum_seq_q, cum_seq_k
     lengths = qkv[0].shape[2], qkv[1].shape[2]
     run = aten._scaled_dot_product_cudnn_attention_backward
     found: Results = run(dy, *qkv, *forward, *absent, *lengths, 0.0, causal)

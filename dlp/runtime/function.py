@@ -1,6 +1,6 @@
 """The autograd function `PassFunction` of eager layers, and helpers: keys of inputs, modes of torch, writable results.
 
-A linear (`dlp.parallel.linear.autograd`) and a sequence of ops (`dlp.ops.passes`) give their forward and backward to
+A linear (`dlp.parallel.linear.autograd`) and an `ops.Sequential` (`dlp.ops.passes`) give their forward and backward to
 `PassFunction`. Captured launches of a pass (`dlp.runtime.capture`) are replayed for all inputs with the same key. Under
 torch.compile, or in a dispatch mode, linears run as opaque ops instead (`dlp.parallel.linear.opaque`).
 """
@@ -67,7 +67,7 @@ def no_autocast(tensors: Sequence[Tensor | None]) -> torch.autocast:
     return torch.autocast(next(tensor.device.type for tensor in tensors if tensor is not None), enabled=False)
 
 
-def autocasts(x: Tensor) -> bool:
+def autocast_is_on(x: Tensor) -> bool:
     """Return whether torch.autocast is on for the device of x."""
     return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
@@ -85,7 +85,7 @@ class Passes(NamedTuple):
 
     forward    (ctx, run, tensors) -> results; saves tensors for backward with `ctx.save_for_backward`
     backward   (ctx, run, grads) -> the gradient of each of `tensors`, None if no gradient is needed. An entry of `grads` is
-               None if the loss does not depend on this result
+               None if the loss does not depend on the result with the same index
     """
 
     forward: Callable[[Any, Any, Sequence[Any]], tuple[Tensor, ...]]

@@ -1,8 +1,8 @@
-"""Meta kernels of torch's fused Adam and AdamW for a learning rate that is a tensor, which CUDA graphs need.
+"""Meta kernels of torch's fused Adam and AdamW with a tensor as learning rate. CUDA graphs need a tensor as learning rate.
 
 torch traces the first optimizer step on sharded parameters (DTensor) with fake tensors. torch lacks these meta kernels, and
-would trace the step by running it on zeros on the CPU, with the unsharded sizes of all parameters, on every rank. For billions
-of parameters this is slow and takes tens of GB of host memory.
+without them every rank would run the step on zeros on the CPU, with the unsharded sizes of all parameters. For billions of
+parameters this run is slow and takes tens of GB of host memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-STEPS = tuple(f"aten::_fused_{name}_.tensor_lr" for name in ("adam", "adamw"))  # write in place, return nothing
+# Ops that write in place and return nothing
+STEPS = tuple(f"aten::_fused_{name}_.tensor_lr" for name in ("adam", "adamw"))
 _LIBRARY = torch.library.Library("aten", "IMPL", "Meta")
 
 

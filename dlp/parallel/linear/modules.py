@@ -40,13 +40,13 @@ from dlp.parallel.weight.parameters import SpreadModule, check_finite
 from dlp.quant import recipe as recipes
 from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import QuantizedTensor
-from dlp.runtime.function import apply_pass, autocasts, in_autocast_dtype, no_autocast, opaque, refuse_transforms
+from dlp.runtime.function import apply_pass, autocast_is_on, in_autocast_dtype, no_autocast, opaque, refuse_transforms
 from dlp.te_arguments import ARGUMENTS as TE_ARGUMENTS
 from dlp.te_arguments import keywords_of, refuse
 
 
 def check_input(spec: LinearSpec, x: Any) -> None:
-    """Raise TypeError for a QuantizedTensor, a DTensor, and an x that is not a tensor."""
+    """Raise TypeError if x is a QuantizedTensor, a DTensor or not a tensor."""
     if isinstance(x, QuantizedTensor):
         raise TypeError(
             f"{spec.name}: x is a QuantizedTensor ({x.format.name}), but a layer quantizes x by the recipe of the "
@@ -165,8 +165,8 @@ class LinearCore(LayerState):
 
     def bias_for(self, index: int, y: Tensor) -> Tensor | None:
         """Return the bias [N] that `return_bias` returns with y: this rank's shard in the dtype of y, copied, since FSDP frees
-        gathered memory. Autograd passes its gradient to the parameter; this gradient covers only the tokens of this rank's
-        y."""
+        gathered memory. Autograd passes the gradient of this copy to the parameter; the gradient covers only the tokens of
+        this rank's y."""
         bias = self._bias(self.members[index])
         return None if bias is None else bias.to(y.dtype, copy=True)
 
@@ -181,7 +181,7 @@ class LinearCore(LayerState):
             check_input(self.spec, x)
             if hasattr(x, "operands"):  # quantized already; decoded if this layer would cast x differently
                 x = accepted(self.bound if opaque() else self.active_spec(), x, "x")
-        if torch._C._is_any_autocast_enabled() and autocasts(x):
+        if torch._C._is_any_autocast_enabled() and autocast_is_on(x):
             with no_autocast((x,)):
                 return self(in_autocast_dtype(x))
         if opaque():
@@ -206,8 +206,9 @@ class LinearCore(LayerState):
         """Return the bound spec under which a forward of this layer runs now, and set the delayed scales of this forward in the
         session where they differ from the table."""
         own, session = self.bound, self.bound.session
-        others = REGION.get() is not None or session.regions or self.ran_under.recipe_changed
-        if others or saved_tensor_hooks() is not None or not (session.attached or not own.spec.slots):
+        own_scales = own.spec.slots and not session.attached  # delayed scales that no step boundary updates
+        in_region = REGION.get() is not None or session.regions
+        if in_region or own_scales or self.ran_under.recipe_changed or saved_tensor_hooks() is not None:
             return spec_among_others(self)
         return own
 
@@ -341,7 +342,7 @@ class ParallelLinear(SpreadModule):
 
 def partial_names(spec: LinearSpec, members: Sequence[Member]) -> tuple[str, ...]:
     """Return the names of parameters whose gradients cover only the tokens of this rank and must be summed over tp at the end
-    of backward. An invariant layer has none, since it sums within backward."""
+    of backward. An invariant layer has no such names, since the layer sums these gradients within its backward."""
     if spec.invariant:
         return ()
     weights = [m.weight for m in members] if spec.style.partial_weight_grad else []
@@ -362,8 +363,8 @@ class ConvertedLinear(ParallelLinear, nn.Linear):
         return (y, self.core.bias_for(self.index, y)) if self.core.bias_apart else y
 
     def reset_parameters(self) -> None:
-        """Draw the initial values of an nn.Linear: rank 0 draws, each rank keeps a shard. The full weight is allocated
-        temporarily."""
+        """Draw the initial values of an nn.Linear; each rank keeps a shard of the values of rank 0. The full weight is
+        allocated temporarily."""
         device, dtype, biased = self.weight.device, self.weight.dtype, self.bias is not None
         drawn = nn.Linear(self.in_features, self.out_features, biased, device=device, dtype=dtype)
         with self.core.weights.shown(written=True):
@@ -385,7 +386,7 @@ class Linear(ParallelLinear):
         sequence_parallel: whether x is the token shard of this rank; gradients of parameters are then summed over tp.
         recipe: name of a recipe ("fp8_current"), or a `Recipe`.
         overlap: "auto", "serial" or "chunked", or a dict from "fprop", "dgrad" and "wgrad" to these names. "auto" is decided
-            at construction from the shipped tables, for 8192 tokens of all ranks; `dlp.convert` decides again for its `batch`.
+            at construction from the shipped tables, for 8192 tokens on all tp ranks; `dlp.convert` decides for its `batch`.
         return_bias: return (y, bias) instead of adding the bias; tuples for siblings.
         save_original_input: save x in high precision for wgrad, and quantize x again in backward.
         delay_wgrad: compute wgrad in `dlp.backward_dw` instead of in backward.
@@ -393,7 +394,8 @@ class Linear(ParallelLinear):
         name: name of the layer in plans and messages; None: name of the class.
         device: device of the parameters.
         dtype: dtype of the parameters.
-        **options: options of Transformer Engine, which are refused with the way out.
+        **options: options of Transformer Engine. Neutral values are accepted; other values raise TypeError, and the message
+            names the alternative.
 
     Shape:
         - x: [..., in_features]
@@ -402,7 +404,7 @@ class Linear(ParallelLinear):
 
     Raises:
         ValueError: for an unknown recipe or overlap strategy, and for options that exclude each other.
-        TypeError: for an unknown option; for an option of Transformer Engine, with the way out.
+        TypeError: for an unknown option, and for an option of Transformer Engine with a value that is not neutral.
 
     Examples:
         >>> layer = dlp.Linear(64, 128, bias=True, recipe="fp8_current")
@@ -468,7 +470,7 @@ class Linear(ParallelLinear):
         return full
 
     def reset_parameters(self) -> None:
-        """Draw initial values: rank 0 draws, each rank keeps a shard. The full weight is allocated temporarily."""
+        """Draw initial values; each rank keeps a shard of the values of rank 0. The full weight is allocated temporarily."""
         sizes = (self.out_features,) if isinstance(self.out_features, int) else self.out_features
         with self.core.weights.shown(written=True):
             for member, size in zip(self.core.members, sizes, strict=True):
@@ -510,7 +512,8 @@ class ColumnParallelLinear(Linear):
         name: name of the layer in plans and messages; None: name of the class.
         device: device of the parameters.
         dtype: dtype of the parameters.
-        **options: options of Transformer Engine, which are refused with the way out.
+        **options: options of Transformer Engine. Neutral values are accepted; other values raise TypeError, and the message
+            names the alternative.
 
     Shape:
         - x: [..., K]; with sequence parallelism the token shard [M/tp, K]
@@ -548,7 +551,7 @@ class RowParallelLinear(Linear):
         - weight on each rank: [N, K/tp]
 
     Raises:
-        ValueError: when tp does not divide `in_features`.
+        ValueError: when tp does not divide `in_features`, and for a tuple of `out_features`.
 
     Examples:
         >>> down = dlp.RowParallelLinear(128, 64, tp=dlp.build_mesh()["tp"], recipe="fp8_current")
