@@ -19,6 +19,7 @@ only look up. `sys.setprofile` reports the Python functions of package dlp. A co
 from __future__ import annotations
 
 import argparse
+import inspect
 import multiprocessing
 import sys
 import tempfile
@@ -83,7 +84,8 @@ def num_lines(code: CodeType) -> int:
 
 def num_doc_lines(code: CodeType) -> int:
     """Number of lines of the docstring of a function, which is the first constant of `code`; 0: no docstring."""
-    first = code.co_consts[0] if code.co_consts else None
+    flag = getattr(inspect, "CO_HAS_DOCSTRING", code.co_flags)  # Python 3.13 and newer
+    first = code.co_consts[0] if code.co_consts and code.co_flags & flag else None
     return first.count("\n") + 1 if isinstance(first, str) else 0
 
 
@@ -112,7 +114,7 @@ def trace_of(run: Callable[[], Any]) -> Trace:
 
 
 def traces() -> dict[str, Trace]:
-    """Return by name the traces that the module docstring lists. Both ranks of the default group call this function."""
+    """Return the traces that the module docstring lists, by name. Both ranks of the default group call this function."""
     torch.manual_seed(0)
     mesh = dlp.build_mesh(tp=WORLD, dp_shard=1, device_type="cpu")
     options: dict[str, Any] = {"recipe": "fp8_current", "dtype": torch.bfloat16}

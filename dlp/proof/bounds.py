@@ -9,7 +9,8 @@ length L, the difference of two computations has at most the variance
 
 `Spread` holds the terms that depend on the tensor, and `variance` computes the sum for a dtype. `measure` compares the 2-norm
 of a difference with the root of the summed variances: over all values of a rank, each row, each column, and each element. The
-norm of n values may be 1.5 + 6.5 / sqrt(n) times as large as expected: 8 standard deviations for a single element.
+norm of n values may be 1.5 + 6.5 / sqrt(n) times as large as expected: 8 standard deviations for a single element. For all
+values of a rank, n is the smaller of the numbers of rows and columns if this is above 1.
 """
 
 from __future__ import annotations
@@ -281,10 +282,10 @@ class Spread(NamedTuple):
 def spread(trace: Trace, key: Key) -> Spread:
     """Return the spread of a tensor.
 
-    Activations and gradients: the known contractions (`terms`), and a sum over a row or column of the tensor whose terms have
-    the root mean square of the row, as a model of other modules and of code between modules. For dx and dy without known
-    contraction, the terms have at least the root mean square of the tensor. Weights: the roundings of all updates so far, and
-    the last update. All other tensors: 0."""
+    For an activation or gradient, the spread covers the known contractions (`terms`) and one further sum over a row or column
+    of the tensor, as a model of other modules and of code between modules. The terms of this sum have the root mean square of
+    the row; for dx and dy without a known contraction, at least the root mean square of the tensor. For a weight, the spread
+    covers the roundings of all updates so far, and the last update. For any other tensor, the spread is 0."""
     value = trace.values[key].float()
     if not is_computed(key):
         before = trace.values.get(key._replace(step=key.step - 1))
@@ -295,7 +296,8 @@ def spread(trace: Trace, key: Key) -> Spread:
         return Spread(rounded, moved + moved.mean(), trace.elements)  # clipping sums over all gradients
     found, rows = terms(trace, key), rows_of(value)
     typical = rows.square().mean(-1, keepdim=True)
-    # In attention to a single key, the gradient is a difference of equal terms: 0, with rounding errors as in other rows
+    # If a query attends to a single key, its gradient is a difference of equal terms: 0 but for rounding errors, which are as
+    # large as in other rows
     if not found and is_activation_gradient(key):
         typical = typical.clamp(min=typical.mean())
     squares = typical.expand_as(rows).reshape(value.shape)

@@ -1,7 +1,7 @@
 """Meshes by name, and the part of a one-rank tensor that a rank of a mesh holds.
 
 tp2        tensor parallel over 2 ranks              dp2        FSDP over 2 ranks
-tp2+sp     the same with sequence parallelism        hsdp2x2    2 replicas of FSDP over 2 ranks
+tp2+sp     tp2 with sequence parallelism             hsdp2x2    2 replicas of FSDP over 2 ranks
 cp2        context parallel over 2 ranks             cp2xtp2    context and tensor parallel
 accumulate4    4 microbatches                        tp2xdp2+sp+accumulate2    several of these
 """
@@ -181,8 +181,8 @@ def _folds(tensor: Tensor, shape: torch.Size) -> bool:
 
 
 def tokens_of(case: MeshCase, tokens: int, piece: int, cp: int, tp: int) -> Tensor:
-    """Return the indices, among `tokens` of the global batch, of the tokens of a piece on a rank of cp and tp under sequence
-    parallelism."""
+    """Return the tokens of a piece that a rank of cp and tp holds under sequence parallelism, as indices in the global batch.
+    `tokens`: number of tokens of the global batch."""
     mine = torch.arange(tokens).chunk(case.pieces)[piece]
     if case.cp > 1:
         mine = Context(case.cp, cp).split(mine.view(case.sequences // case.pieces, -1)).flatten()

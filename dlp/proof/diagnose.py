@@ -218,7 +218,7 @@ def _terms(case: Case) -> Guess | None:
 
 
 class Share(NamedTuple):
-    """Name of a share: piece (microbatch of the global batch), cp rank and tp rank; -1: all of them."""
+    """Name of a share: piece (microbatch of the global batch), cp rank and tp rank; -1: all pieces or all ranks."""
 
     piece: int
     cp: int
@@ -226,7 +226,7 @@ class Share(NamedTuple):
 
 
 def _cuts(case: Case, found: list[Terms]) -> dict[Share, Part]:
-    """Return the terms of a contraction that belong to each share."""
+    """Return the terms of the contractions that belong to each share; {} if the mesh does not divide the terms."""
     mesh, length = case.place.case, min(each.length for each in found)
     if found[0].over == "features":
         if mesh.tp == 1 or length % mesh.tp:

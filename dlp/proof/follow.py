@@ -1,5 +1,5 @@
-"""The follower: compare this rank's part of each tensor on a mesh with the trace of one rank, and replace the part by that of
-the trace."""
+"""The follower: compare this rank's part of each tensor on a mesh with the trace of one rank, and replace this part by the
+same part of the trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dlp.proof.record import Key, Recorder, Trace, is_activation_gradient
 from dlp.proof.report import places
 from dlp.quant.tensor import QuantizedTensor
 
-KEPT = 64  # number of differing tensors of a rank that are diagnosed
+KEPT = 64  # largest number of differing tensors of a rank that are diagnosed
 WHOLE = Measured(float("inf"), float("inf"), False, [], [])
 
 
@@ -50,8 +50,8 @@ class Seen(NamedTuple):
 
 
 def gain_of(model: nn.Module, case: MeshCase) -> int:
-    """Return the factor of activation gradients on a mesh over those of one rank: dp * cp, since FSDP averages gradients over
-    these ranks; 1 for an invariant model, whose gradients FSDP sums."""
+    """Return the factor by which activation gradients are larger on a mesh than on one rank: dp * cp, since FSDP averages
+    gradients over these ranks; 1 for an invariant model, since FSDP sums its gradients."""
     return 1 if is_invariant(model) else case.dp * case.cp
 
 
@@ -78,15 +78,15 @@ class Follower:
 
     gain       see `gain_of`
     place      coordinates of this rank
-    exact      require equal bits instead of differences within the bounds
+    exact      whether bits must be equal; else differences must be within the bounds
     recorder   hooks of the model
     micro      number of the running microbatch of this rank
     compared   number of comparisons; equal: number of these with equal bits
     worst      largest ratio of difference to bound, with the tensor
-    failed     comparisons that exceed the bound, or, if `exact`, of different bits; also tensors without counterpart in the
+    failed     comparisons that exceed the bound or, if `exact`, find different bits; also tensors without counterpart in the
                trace, missing gradients, and failed checks of codes, scales and bytes
     remarks    lines for the report
-    masks      (tensor, microbatch) -> whether the tensor is sharded, and a hash of the dropout mask
+    masks      (tensor, microbatch) -> whether tp shards the tensor, and a hash of the dropout mask
     """
 
     def __init__(self, model: nn.Module, bounds: Bounds, place: Place, exact: bool) -> None:

@@ -1,7 +1,7 @@
 """The recorder: hooks on every module without children, in the order of forward and backward.
 
     one rank   `Trace`      stores x, y, dy, dx, dw, db, weights, scales, loss and gradient norm, and changes no tensor
-    a mesh     `Follower`   compares this rank's part of each tensor with the trace, and replaces the part by that of the trace
+    a mesh     `Follower`   compares this rank's part of each tensor with the trace, and replaces this part by the trace's part
 
 On a mesh, each module and the code between modules thus read the tensors of one rank, so differences do not accumulate: a
 tensor that differs was computed wrongly in its own module, and its bound follows from the formats and the contraction of this
@@ -10,8 +10,9 @@ module (`dlp.proof.bounds`).
     x ──► [pre-hook] ──► module ──► [hook] ──► y
     dx ◄── [tensor hook] ◄── backward ◄── [tensor hook] ◄── dy
 
-The hooks replace x and y by `_Replace`, on whose results tensor hooks replace dx and dy. If several modules read a tensor, each
-gets a separate x, so that dx is the gradient of this module alone. Siblings, which must read the same tensor, share one x.
+The hooks replace x and y by results of `_Replace`; tensor hooks on these results replace dx and dy. If several modules
+read a tensor, each module gets a separate x, so that dx is the gradient of this module alone. Siblings, which must read the
+same tensor, share one x.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class Trace:
         return tensor
 
     def add(self, key: Key, value: Tensor) -> Tensor:
-        """Record a tensor that is not at a module, such as the loss."""
+        """Record a tensor that is not an input, output or parameter of a module, such as the loss."""
         return self._take(key, value)
 
     def parameter(self, key: Key, value: Tensor, parameter: Tensor) -> Tensor:
@@ -286,8 +287,8 @@ def named_parameters(model: nn.Module) -> Mapping[tuple[str, str], nn.Parameter]
 
 
 def tied_parameters(model: nn.Module) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """Return for each parameter its first name -> list of all its names. A name is (module, name in the module); only tied
-    parameters have several names."""
+    """Return a dict from the first name of each parameter to the list of all its names. A name is (module, name in the
+    module); only tied parameters have several names."""
     places: dict[int, list[tuple[str, str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         layer, _, own = plain_name(name).rpartition(".")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dlp.proof.diagnose import KINDS, Guess
 from dlp.proof.record import Key, is_activation_gradient, is_parameter_gradient
 
-SHOWN = 6  # differences of a mesh that are printed
+SHOWN = 6  # largest number of differences that are printed for a mesh
 
 
 class Finding(NamedTuple):
@@ -178,7 +178,8 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def places(indices: list[int], count: int, word: str) -> str:
-    """Describe indices of rows or columns: "rows 0-3, 8 of 64", or "all rows". `count`: number of all rows or columns."""
+    """Describe indices of rows or columns: "rows 0-3, 8 of 64", or "all rows" if all or none are listed. `count`: number
+    of all rows or columns."""
     if not indices or len(indices) == count:
         return f"all {word}"
     runs: list[list[int]] = []

@@ -48,11 +48,11 @@ Loss = Callable[..., Tensor]
 Wire = Callable[[nn.Module, DeviceMesh, MeshCase], Traffic]
 LOG = logging.getLogger("dlp")
 PATIENCE = 20.0  # seconds that a rank with an error waits for the results of other ranks before it logs the error
-WARM = 2  # steps without a count of bytes: the plan describes later steps, in which the step boundary casts all weights
+WARM = 2  # number of first steps whose bytes are not compared: the step boundary casts all weights only in later steps
 
 
 class Program(NamedTuple):
-    """Arguments of `prove`, and `pieces`: number of microbatches in a step of one rank."""
+    """Arguments of `prove`, and `pieces`: number of microbatches in a step of the run on one rank."""
 
     build: Build
     batch: Any
@@ -86,8 +86,9 @@ def prove(  # many parameters: the subjects and the method of the comparison, al
             complete sequences, and return the contribution of the tokens of `dlp.Context.of(mesh)`.
         meshes: names of meshes, such as "tp2", "tp2+sp", "dp2", "cp2", "hsdp2x2", "accumulate4", "tp2xdp2+sp".
         steps: number of optimizer steps. Stale weights and gradients are found only with two or more steps.
-        exact: require equal bits instead of differences within bounds. All meshes and one rank then divide a step into the same
-            number of microbatches, the largest of all meshes. Models of `dlp.convert(..., invariant=True)` pass.
+        exact: require equal bits instead of differences within bounds. The run on one rank and the runs on meshes then divide a
+            step into the same number of microbatches, the largest of all meshes. Models of
+            `dlp.convert(..., invariant=True)` pass.
         reduction: "mean" or "sum": reduction of `loss` over the sequences of a batch.
         wire: `wire(model, mesh, case)` returns the planned bytes of a rank in a step, a `dlp.parallel.traffic.predict.Traffic`.
             They are compared with the bytes that are counted in the last step, if `steps` is at least 3.
@@ -97,8 +98,9 @@ def prove(  # many parameters: the subjects and the method of the comparison, al
         A `Report`, equal on all ranks: `print(report)`, `report.ok`, `report.first`.
 
     Raises:
-        ValueError: for an invalid name of a mesh, a mesh whose ranks do not divide the ranks of torchrun, and, without
-            torchrun, for arguments that cannot be pickled.
+        ValueError: for an invalid mesh name or `reduction`; for a mesh whose number of ranks does not divide the number of
+            ranks of torchrun; with `exact`, for meshes that cannot have equal microbatches; and, without torchrun, for
+            arguments that cannot be pickled.
 
     Examples:
         >>> def build_model(mesh, case):
@@ -177,7 +179,7 @@ def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
 
 
 def prove_here(program: Program, cases: Sequence[MeshCase]) -> Report:
-    """Run `prove` in the existing process group, or in that of torchrun. All ranks call this function."""
+    """Run `prove` in the existing process group, or in a new one of torchrun's ranks. All ranks call this function."""
     device = program.device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     program = program._replace(device_type=device)
     init_process_group(device)
@@ -242,7 +244,9 @@ def _of_all_ranks(mine: tuple[str, Told | None], mesh: str) -> list[Any]:
     While this rank has an error, other ranks may wait in a collective of the mesh, up to a timeout of torch. The error is
     logged after `PATIENCE` seconds, and is part of the RuntimeError."""
     told: list[Any] = [None] * dist.get_world_size()
-    stopped = f"prove, mesh {mesh!r}: rank {dist.get_rank()} stopped, and other ranks did not: {mine[0]}"
+    stopped = (
+        f"prove, mesh {mesh!r}: rank {dist.get_rank()} stopped, and results of other ranks did not arrive: {mine[0]}"
+    )
     waiting = threading.Timer(PATIENCE, LOG.error, (stopped,))
     if mine[0]:
         waiting.start()
@@ -298,7 +302,8 @@ def _finding(key: Key, case: MeshCase, seen: list[tuple[int, Seen]]) -> Finding:
 
 
 def _random_findings(case: MeshCase, told: Sequence[Told]) -> list[Finding]:
-    """Return findings about dropout masks, which must be equal on tp ranks that hold the same values, and else different."""
+    """Return findings about dropout masks, which must be equal on tp ranks that hold the same values, and must
+    differ between all other ranks."""
     found = []
     for key, micro in told[0].masks:
         hashes = [each.masks[key, micro] for each in told if (key, micro) in each.masks]
@@ -399,7 +404,8 @@ def _forward_backward(
 def _counted(
     program: Program, model: nn.Module, mesh: DeviceMesh, case: MeshCase, run: Trace | Follower
 ) -> Iterator[None]:
-    """Compare the bytes that are sent in a `with` block with the plan, in the last step on a mesh of all ranks of the run."""
+    """Compare the bytes that are sent in a `with` block with the plan. Bytes are compared only in the last of
+    more than WARM steps, if `prove` got `wire` and the mesh has all ranks of the run."""
     step = run.recorder.step
     last = step == program.steps - 1 >= WARM and case.ranks == dist.get_world_size() > 1
     if program.wire is None or not last or not isinstance(run, Follower):
@@ -457,7 +463,8 @@ def _has_slots(model: nn.Module) -> bool:
 def _scales(run: Trace | Follower, model: nn.Module, case: MeshCase, step: int) -> None:
     """Pass the delayed scales after a step to a trace or follower.
 
-    On a mesh, dy is larger by `gain_of`, so its scales are smaller; they are multiplied by `gain_of` for the comparison."""
+    On a mesh, dy is larger by the factor `gain_of`, so scales of dy are smaller by this factor. They are multiplied by the
+    factor for the comparison."""
     if not _has_slots(model):
         return
     table = session_of(model).scaling.table

@@ -1,5 +1,5 @@
-"""Collectives over parts: a gather moves bytes unchanged, in one collective with NCCL, and every sum is the fp32 sum in
-rank order.
+"""Collectives over parts: a gather moves bytes unchanged, with NCCL all parts in one collective, and every sum is the
+fp32 sum in rank order.
 
 The tests run on 1, 2 and 4 ranks. The expected values are computed from the seeds of all ranks, without collectives.
 """
@@ -111,6 +111,18 @@ def test_pending_results_are_awaited_in_any_order_and_more_than_once(ranks, worl
     assert ranks(world).run(wait_twice) == [[True, True, True]] * world
 
 
+def sum_in(dtype: torch.dtype) -> Tensor:
+    return collectives.reduce_scatter(mine((8, 33), torch.bfloat16), dist.group.WORLD, dtype=dtype).wait().clone()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sum_of_bf16_contributions_can_be_fp32(ranks, world):
+    expected = torch.stack([of_rank(rank, (8, 33), torch.bfloat16) for rank in range(world)]).float().sum(0)
+    for rank, found in enumerate(ranks(world).run(sum_in, torch.float32)):
+        assert_bit_equal(found, expected.chunk(world)[rank])
+    assert world == 1 or not torch.equal(expected, expected.bfloat16().float())
+
+
 def sums(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, bool]:
     x = mine(shape, dtype)
     before = x.clone()
@@ -180,8 +192,8 @@ SHAPES: list[list[tuple[int, ...]]] = [[(), (5,), (1, 3), ()], [(3,)], [(each,) 
 
 @pytest.mark.parametrize(("world", "shapes"), [(1, SHAPES[0]), (4, SHAPES[0]), *[(2, shapes) for shapes in SHAPES]])
 def test_agree_is_one_reduction_to_the_elementwise_maximum(ranks, world, shapes):
-    """`agree` reduces several tensors, one tensor, and more tensors than the kernel accepts to the elementwise
-    maximum."""
+    """`agree` computes the elementwise maximum over ranks. The cases have several tensors, one tensor, and more tensors
+    than the kernel accepts."""
     for agreed, untouched, launches in ranks(world).run(agree_on, shapes):
         for value, shape in zip(agreed, shapes, strict=True):
             expected = torch.stack([of_rank(rank, shape, torch.float32) for rank in range(world)]).amax(0)
@@ -194,8 +206,8 @@ MIXED = [((4, 6), torch.bfloat16), ((8,), torch.float32), ((4, 3, 5), torch.floa
 
 
 def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[str]]]:
-    """Reduce-scatter, all-reduce and exchange parts of different dtypes; return the results, and the names of the
-    launched collectives of each."""
+    """Run a reduce-scatter and an all-reduce of each part, and one all-to-all of several parts of different dtypes.
+    Return the results, and for each of the three operations the names of the launched collectives."""
     world, seen = dist.get_world_size(), [Collectives() for _ in range(3)]
     parts = [mine((world * shape[0], *shape[1:]), dtype) for shape, dtype in MIXED]
     with seen[0]:
@@ -210,8 +222,8 @@ def sum_several() -> tuple[list[Tensor], list[Tensor], list[Tensor], list[list[s
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_sum_is_one_launch_and_so_is_an_exchange_of_several_parts(ranks, world):
-    """On several ranks a sum of one part, and an exchange of several parts, is one launch, and an all-reduce has an
-    additional gather. On one rank nothing is launched."""
+    """On several ranks, a reduce-scatter of one part is one launch, an all-reduce of one part is two launches (the
+    second is a gather), and an all-to-all of several parts is one launch. On one rank nothing is launched."""
     for rank, (scattered, reduced, exchanged, names) in enumerate(ranks(world).run(sum_several)):
         for i, (shape, dtype) in enumerate(MIXED[:3]):
             whole = (world * shape[0], *shape[1:])

@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.ln1, self.ln2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.attn = Attention()
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        # Raw parameter of the block: `forward` multiplies x by it, under sequence parallelism on token shards
+        # Raw parameter of the block. `forward` multiplies x by it; with sequence parallelism, x is a token shard
         self.gain = nn.Parameter(torch.ones(HIDDEN))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -351,8 +351,10 @@ def wrong_tokens() -> dict[str, str]:
     dlp.convert(two, cut, mesh, batch=(BATCH + 1, SEQUENCE))
     norm = nn.Sequential(nn.LayerNorm(8)).to(worker.device())
     torch.use_deterministic_algorithms(True)  # dlp.convert requires it on GPUs if invariant
-    dlp.convert(norm, [{"name": "sp", "match": "0", "sequence_parallel": True}], mesh, batch=(3, 8), invariant=True)
-    torch.use_deterministic_algorithms(False)
+    try:
+        dlp.convert(norm, [{"name": "sp", "match": "0", "sequence_parallel": True}], mesh, batch=(3, 8), invariant=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
     for rows in (24, 16):
         found[f"invariant, {rows} rows"] = refusal(lambda rows=rows: norm(torch.zeros(rows, 8, device=worker.device())))  # type: ignore[misc]
     lookup = nn.Sequential(nn.Embedding(16, 8)).to(worker.device())

@@ -31,7 +31,7 @@ from tests.planted import FAULTS, Fault, built, loss, tokens
 pytestmark = pytest.mark.slow
 
 # (kind of model, ranks, meshes). One kind runs on every mesh; other kinds (tied weights, dropout, delayed scales) run
-# on the axes that affect their features. Without `--all-cases` one kind runs, with tp and cp; a test below has dp.
+# on the axes that affect their features. Without `--all-cases` one kind runs, with tp and cp; another test has dp.
 MESHES = [
     ("fp8", 2, ("tp2+sp+accumulate2", "cp2")),
     nightly("fp8", 2, ("tp2", "tp2+sp", "dp2", "accumulate2")),
@@ -187,7 +187,7 @@ def of_shipped(name: str, meshes: tuple[str, ...]) -> run.Report:
         return launched.prove_config(config, meshes, steps=2)
 
 
-@pytest.mark.full  # the kinds of models above represent these configs
+@pytest.mark.full  # the kinds of models in MESHES represent these configs
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_no_alarm_on_a_shipped_config(ranks, name, world):
@@ -236,7 +236,8 @@ def no_result_of_other_ranks() -> tuple[str, list[str]]:
 @pytest.mark.ranks(1)
 def test_the_error_of_one_rank_is_told_while_others_wait(ranks):
     message, logged = ranks(1).run(no_result_of_other_ranks)[0]
-    assert message == "prove, mesh 'accumulate4': rank 0 stopped, and other ranks did not: ValueError: out of range"
+    stopped = "rank 0 stopped, and results of other ranks did not arrive: ValueError: out of range"
+    assert message == f"prove, mesh 'accumulate4': {stopped}"
     assert logged == [message]
 
 

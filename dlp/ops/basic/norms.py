@@ -1,7 +1,8 @@
 """RMSNorm, LayerNorm and L2Normalization of x [..., C] over the last dimension, in fp32, rounded to the dtype of x.
 
 RMSNorm and LayerNorm return a lazy matrix (`dlp.kernels.lazy_matrix`), which the cast of the next linear may compute. Backward
-reads rstd and mean of each row. The cast computes them, too, so they exist only after the forward of all ops.
+reads rstd and, for LayerNorm, mean of each row. The cast may compute rstd and mean, so they exist only after the forward of all
+ops.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class _Norm(BasicOperation):
 
 
 def has_memory(x: Tensor) -> bool:
-    """Whether x has memory: it is not traced, fake or meta. `plain` then runs the kernels of a fused pass even under a dispatch
-    mode, so that results are bitwise equal."""
+    """Whether x has memory: it is not traced, fake or meta. `plain` then runs the same kernels as a fuser even under a dispatch
+    mode, so that results are bitwise equal to those of the fuser."""
     return not (torch.compiler.is_dynamo_compiling() or isinstance(x, FakeTensor) or x.is_meta)
 
 
@@ -213,14 +214,14 @@ class LayerNorm(_Norm):
     def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         x, weight = self.rows(input_), self.scale_by_launch()
         normed = ops.LayerNormed(x, weight, self.bias, self.eps)
-        ctx.shape = tuple(input_.shape)
+        ctx.shape, ctx.bias_dtype = tuple(input_.shape), self.bias.dtype
         ctx.save_for_backward(x, weight, lambda: normed.mean, lambda: normed.rstd)
         return ops.Produced(normed, input_.shape)
 
     def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         x, weight, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = ops.layer_norm_backward(ops.stored(rows_of(grad_output)), x, weight, mean, rstd)
-        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype), ops.rounded(dbias, self.bias.dtype)]
+        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype), ops.rounded(dbias, ctx.bias_dtype)]
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         x = one_tensor(x)

@@ -3,7 +3,7 @@
 If the local tensor of a sharded parameter has the methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2 gathers the
 tensors that the first returns, and passes the gathered tensors to the second. `dlp.attach` sets both as attributes of a plain
 tensor, so that state dicts, optimizers and checkpoints see plain DTensors under every recipe. (Usually a tensor subclass has
-these methods, which all of this code would have to unwrap.)
+these methods, and state dicts, optimizers and checkpoints would have to unwrap the subclass.)
 
     with hooks      fsdp_pre_all_gather: the cast shard ─► one all-gather for each FSDP unit ─► fsdp_post_all_gather
     without hooks   FSDP gathers the values, in `mp_policy.param_dtype`
@@ -58,7 +58,7 @@ from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 
 @dataclass(frozen=True)
 class Gathering:
-    """Arguments of `fully_shard` for one unit.
+    """Arguments of `fully_shard` for one FSDP unit.
 
     group         the group over which parameters are sharded
     from_master   `quantize_from_master`
@@ -78,8 +78,8 @@ def fully_shard(
 ) -> nn.Module:  # fmt: skip
     """Shard parameters of a module over dp_shard x cp by FSDP2, and replicate them over dp_replicate where dp_replicate > 1.
 
-    Call `fully_shard` after `dlp.convert`, for each block and then for the model. Gradients are averaged over data-parallel
-    ranks, as by `torch.distributed.fsdp.fully_shard`; gradients of an invariant model are summed.
+    Call `fully_shard` after `dlp.convert`, for each transformer block and then for the model. Gradients are averaged over
+    data-parallel ranks, as by `torch.distributed.fsdp.fully_shard`; gradients of an invariant model are summed.
 
     Args:
         module: FSDP unit.
@@ -94,6 +94,10 @@ def fully_shard(
 
     Returns:
         `module`.
+
+    Raises:
+        ValueError: after `dlp.attach`, for a second call with this module, for quantized-only weights, and for keywords that
+            dlp does not support with this model.
 
     Examples:
         >>> mesh = dlp.build_mesh()
@@ -176,7 +180,7 @@ def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
 
 
 def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords with an integer `reshard_after_forward` of 1 or `ranks` replaced by False or True.
+    """Return the keywords, in which `reshard_after_forward=1` is replaced by False, and `reshard_after_forward=ranks` by True.
 
     Raises ValueError for another integer, which shards weights over some of the ranks after forward, if the parameters are
     DTensors or need hooks: FSDP2 supports such an integer only for plain parameters without hooks."""
@@ -197,7 +201,7 @@ def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: di
 
 
 def _is_sharded(parameter: DTensor) -> bool:
-    """Whether another unit has sharded the parameter."""
+    """Whether an earlier call of `fully_shard` has sharded the parameter."""
     return shard_placement(parameter) is not None
 
 
@@ -206,8 +210,8 @@ def _is_integer(reshard: Any) -> bool:
 
 
 def _before_attach(module: nn.Module, args: Any) -> None:
-    """Forward hook before `dlp.attach`: log that weights are gathered in high precision. An evaluation under torch.no_grad logs
-    nothing."""
+    """Forward pre-hook until `dlp.attach` is called: log that weights are gathered in high precision. An evaluation under
+    torch.no_grad logs nothing."""
     for weights in weights_in(module):
         if torch.is_grad_enabled() and not weights.layer.spec.recipe.w.keeps_source:
             weights.layer.session.note("w is gathered in high precision: dlp.attach has not been called")
@@ -449,7 +453,7 @@ class ManagedWeight(LocalWeight):
 
     def casts(self, values: Values) -> list[Cast]:
         """Return the casts of the step boundary. The list is empty, and passes read FSDP's copy, if the recipe does not
-        quantize w, or if FSDP rounds the copy to another dtype than the dtype of activations."""
+        quantize w, if FSDP rounds the copy to another dtype than the dtype of activations, and as in `LocalWeight.casts`."""
         w = self.bound.spec.recipe.w
         if w.keeps_source or self._record.dtype not in (None, self.owner.dtype):
             return []
@@ -494,13 +498,13 @@ class CodecReduceScatter(ReduceScatter):
     """Replacement of FSDP2's reduce-scatter, in which ranks exchange contributions packed by `codec`, then sum them.
 
     FSDP passes the gradients of a unit as one flat tensor, with a part for each rank; a codec with blocks divides each part
-    into blocks of 128 elements. Sums are computed in fp32 in rank order, divided by the number of ranks if FSDP requests an
-    average, and rounded to the dtype of the reduction (`reduce_dtype`).
+    into blocks of 128 elements. Sums are computed in fp32, in rank order (`WIRES`) or by a tree (`TREE`), divided by the
+    number of ranks if FSDP requests an average, and rounded to the dtype of the reduction (`reduce_dtype`).
 
     Args:
         codec: packs and sums the contributions.
-        computed: dtype of all gradients, in which they are sent; None: FSDP first converts gradients to the dtype of the
-            reduction.
+        computed: dtype of all gradients, in which they are sent, without the codec; None: FSDP first converts gradients to the
+            dtype of the reduction.
     """
 
     def __init__(self, codec: ReduceCodec, computed: torch.dtype | None = None) -> None:
@@ -522,10 +526,10 @@ class CodecReduceScatter(ReduceScatter):
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
         with observer.label(layer="", purpose="grads"):
             if self.computed is None:
-                exact = divisor & (divisor - 1) == 0  # a division by a power of two rounds nothing
+                exact = divisor & (divisor - 1) == 0  # a division by a power of two rounds denormals only
                 dtype = output_tensor.dtype if exact else torch.float32
                 sums = collectives.reduce_scatter(input_tensor, group, self.codec, dtype).wait()
-                output_tensor.copy_(sums / divisor)
+                output_tensor.copy_(sums.div_(divisor))
                 return
             assert input_tensor.numel() == group.size() * output_tensor.numel(), "FSDP allocates in another order"
             (arrived,) = collectives.all_to_all((input_tensor.view(group.size(), -1),), group).wait()
