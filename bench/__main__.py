@@ -3,8 +3,8 @@
     python -m bench [PART ...] [--shapes 8192x4096x4096] [--out FOLDER] [--quick]
 
 Parts run one after the other; each part prints a table and writes FOLDER/PART.json and, if it has a plot,
-FOLDER/PART.png. A part that fails does not stop the others: the last line names it, and the exit code is the largest of
-all parts.
+FOLDER/PART.png. A part that fails does not stop the other parts: the last line names the failed parts, and the exit
+code is the largest exit code of all parts.
 `--shapes` applies to gemm and linear, in the form that `python -m bench.shapes CONFIG` prints; `--quick` runs one size of each
 part. The commands of the parts:
 
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
     main      function that takes command-line arguments and returns an exit code
     draws     whether the program accepts --plot
-    quick     its arguments under --quick, for one size
+    quick     arguments of the program under --quick, which select one size
     shapes    whether the program accepts --shapes
     """
 
@@ -66,7 +66,7 @@ def arguments_of(name: str, folder: Path, quick: bool, shapes: Sequence[str]) ->
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Run a part, and return its exit code; 1 if it raised."""
+    """Run a part, and return its exit code; 1 if the part raised an exception."""
     print(f"\n== {name}", flush=True)
     try:
         return PARTS[name].main(arguments)

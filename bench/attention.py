@@ -44,7 +44,8 @@ class Line:
 
     forward, both                  milliseconds of forward, and of forward + backward
     forward_tflops, both_tflops    TFLOP/s of forward, and of forward + backward
-    error                          relative distance from the backend flash, the larger one of output and gradient of q
+    error                          relative distance from the results of backend flash: the larger one of the distances of the
+                                   output and of the gradient of q
     """
 
     shape: str
@@ -103,8 +104,8 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def measure(text: str, backends: Sequence[str], repeat: bool) -> Iterator[Line]:
-    """Yield a line for each backend that can run the shape, and if `repeat` another with copies of k and v for every head.
-    Print the reason if a backend cannot run."""
+    """Yield a line for each backend that can run the shape and, if `repeat`, a second line of the backend with copies of k and
+    v for every head. Print the reason if a backend cannot run."""
     shape = shape_of(text)
     batch, sequence, heads, _, dim = shape
     torch.manual_seed(0)
@@ -113,7 +114,7 @@ def measure(text: str, backends: Sequence[str], repeat: bool) -> Iterator[Line]:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         expected = attend(q, k, v, False)
         (expected_dq,) = torch.autograd.grad(expected, [q], dy)
-    forward_flops = 2 * batch * heads * sequence**2 * dim  # 2 products of 2 S^2 D operations, halved: causal
+    forward_flops = 2 * batch * heads * sequence**2 * dim  # causal: half of 2 products with 2 S^2 D operations each
     for name in backends:
         for repeated in (False, True) if repeat else (False,):
 
@@ -141,7 +142,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def chosen_by_torch(text: str) -> str:
-    """Name of the backend that torch chooses by default."""
+    """Return the name of the backend that torch chooses by default."""
     q, k, v = inputs(shape_of(text), "cuda")
     return str(backend_of(q, k, v, q.shape[1] != k.shape[1])).rsplit(".", 1)[-1]
 

@@ -35,7 +35,7 @@ from dlp.parallel.model.boundary import end_step
 from dlp.parallel.model.session import session_of
 from dlp.parallel.weight.base import Values
 
-# in_features, out_features of siblings
+# (in_features, out_features of each sibling) of the linears of a block
 LAYERS = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,)))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COUNT, ROUNDS = 4, 5

@@ -52,9 +52,9 @@ plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) 
 BUFFERS = 4  # number of inputs that rotate; at the sizes of interest all together exceed the L2 cache
 REPETITIONS, WARM = 9, 2  # the first WARM repetitions are not counted
 SLEEP = 60_000_000  # cycles that the device sleeps while the host runs ahead, about 30 ms
-# Limit of the time of a reduction through mapped memory, relative to torch's reduce_scatter in bf16; 2 ranks, 8192x8192
+# Limit for 2 GPUs and size 8192x8192: time of a reduction through mapped memory relative to torch's reduce_scatter in bf16
 MOST = 1.05
-# Limits of the times of gathers, relative to torch's all_gather in bf16; 4 ranks, 8192x8192
+# Limits for 4 GPUs and size 8192x8192, by recipe: time of a gather relative to torch's all_gather in bf16
 TARGETS = {"fp8_delayed": 0.72, "fp8_block": 0.72, "fp8_current": 0.80, "nvfp4": 0.60}
 
 

@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node 4 -m bench.context [--cp 2 4] [--tokens 8192 32768] [--backends flash cudnn] [--json FILE]
 
-    q [1, 32, S / cp, 128], k and v [1, 8, S / cp, 128], bf16; both dlp and torch give chunks r and 2 cp - 1 - r to rank r
+    q [1, 32, S / cp, 128], k and v [1, 8, S / cp, 128], bf16; both dlp and torch give chunks r and 2 * cp - 1 - r to rank r
 
-Torch moves keys and values by "allgather" or by "alltoall", which is a ring. It reads grouped heads, or copies of k and v for
-every head ("repeated"; making the copies is timed). Milliseconds are medians on the slowest rank. TFLOP/s are those of one rank
-in forward + backward, and count the causal half of the products. GB is the peak memory of rank 0. `error` is the largest
-relative distance of y and the gradients from dlp's with the same backend. Torch's context parallelism needs GPUs: on CPUs only
-dlp is measured.
+Torch moves keys and values by "allgather" or by "alltoall", which is a ring. Torch's attention reads grouped heads, or copies
+of k and v for every head ("repeated"; making the copies is timed). Milliseconds are medians on the slowest rank. TFLOP/s are
+those of one rank in forward + backward, and count the causal half of the products. GB is the peak memory of rank 0. `error` is
+the largest relative distance of y and the gradients from dlp's with the same backend. Torch's context parallelism needs GPUs:
+on CPUs only dlp is measured.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def measured(mesh: DeviceMesh, tokens: int, backend: str, device: torch.device) 
 
         row: dict[str, Any] = {"cp": cp, "tokens": tokens, "backend": backend, "attention": name, "refused": ""}
         with context, sdpa_kernel(BACKENDS[backend]) if on_gpu else nullcontext():  # type: ignore[arg-type]
-            try:  # inside of the contexts: torch does not close its context if an exception leaves it
+            try:  # `try` is inside of `with`, because torch does not close its context if an exception leaves it
                 found = both()
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats()

@@ -17,8 +17,8 @@ device; the peak memory of the timed steps; and the memory that the previous sub
 power of a GEMM depends on its data, so subjects must have similar losses: at the default learning rate of 1e-7, the last losses
 must agree within 2 %. RECIPE and RECIPE:hp_gather must have bitwise equal losses; on GPUs this is checked only with
 `--train.deterministic true`, since attention otherwise sums gradients in order of arrival. If losses or memory violate these
-rules, a line reports it and the exit code is 1. A subject that cannot be measured ends the program before the first subject,
-with exit code 2. Files are rewritten after each subject.
+rules, a line reports it and the exit code is 1. If one of the subjects cannot run here, the program ends with exit code 2
+before it measures the first subject. Files are rewritten after each subject.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ def _synchronize(device: torch.device) -> None:
 
 
 def rows(results: Sequence[Result]) -> list[str]:
-    """Format a table of results, with ratios to the baseline and to dlp's bf16, or "-" if the subject was not run."""
+    """Format a table of results, with the ratios to the baseline and to dlp's bf16; a ratio is "-" if its denominator was not
+    measured."""
     by_name = {result.subject: result.tokens_per_second for result in results}
     lines = [f"{'subject':24} {'tokens/s/rank':>14} {'x peer':>7} {'x bf16':>7} {'peak GiB':>9} {'last loss':>10}"]
     for result in results:

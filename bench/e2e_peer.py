@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N -m bench.e2e [CONFIG] --subjects peer_bf16,peer_tensorwise,peer_rowwise
 
-The script follows PyTorch's documentation: `fully_shard` gathers bf16 parameters and reduces gradients in fp32, each block is
-compiled, and AdamW is fused. The tensorwise recipe gathers weights in float8.
+The training step follows PyTorch's documentation: `fully_shard` gathers bf16 parameters and reduces gradients in fp32, each
+block is compiled, and AdamW is fused. The tensorwise recipe gathers weights in float8.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ random element on one rank, in a small Llama on the mesh tp2+sp or dp2:
     wire                 a received tensor, in the first run, in which ranks compare checksums of transfers
 
 The table counts, for each kind: flips, flips that the sentinel reported, reports that name the rank, and reports that name the
-rank and the layer. Then follow clean steps without a flip: each report is a false alarm. Flips are rows of `--out`; an
-interrupted command continues after the last row.
+rank and the layer. Then follow clean steps, which have no flip: each report of the sentinel in a clean step is a false alarm.
+Flips are rows of `--out`; an interrupted command continues after the last row.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def _flipped(draw: random.Random, grad: Tensor, found: dict[str, Any]) -> Tensor
 
 
 def flip_all(rank: int, ranks: int, out: Path, numbers: Sequence[int], clean: range) -> None:
-    """Run the flips with these numbers, then the clean steps; the number of a clean step determines its tokens. All ranks call
-    it."""
+    """Run the flips `numbers`, then the clean steps `clean`; the number of a clean step determines the tokens. All ranks call
+    this function."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     alarms = 0

@@ -1,5 +1,5 @@
-"""Random training programs on meshes, compared with one rank tensor by tensor: bitwise equal in invariant mode, else within
-error bounds.
+"""Run random training programs on a mesh and on one rank, and compare the results tensor by tensor: results must be bitwise
+equal in invariant mode, and otherwise agree within error bounds.
 
     python -m bench.fuzz [--programs 500] [--first 0] [--ranks 2 4] [--out FILE]
     python -m bench.fuzz --only SEED                               one program, with the report
@@ -65,7 +65,7 @@ def _mesh(sizes: tuple[int, ...], device: str) -> DeviceMesh:
 
 
 def cached_mesh(case: MeshCase, device: str) -> DeviceMesh:
-    """Replacement for `run.mesh_of` that builds one mesh for each shape, and returns it again later."""
+    """Replacement for `run.mesh_of` that builds the mesh of each shape once, and returns the same mesh in later calls."""
     return _mesh((dist.get_world_size() // case.ranks, case.dp_replicate, case.dp_shard, case.tp), device)
 
 
@@ -131,7 +131,8 @@ def finished(out: Path) -> dict[int, dict[str, Any]]:
 
 
 def run_seeds(seeds: Sequence[int], ranks: int, out: Path, loud: bool) -> None:
-    """Run programs in one set of processes. If a program ends the processes, it is a defect, and new processes run the rest."""
+    """Run programs in one set of processes. A program that ends the processes is a defect; new processes run the remaining
+    programs."""
     while left := [seed for seed in seeds if seed not in finished(out)]:
         with tempfile.TemporaryDirectory(prefix="dlp-fuzz-") as folder:
             running = Path(folder) / "seed"

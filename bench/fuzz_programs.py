@@ -3,7 +3,7 @@
 converted    plain modules that `dlp.convert` converts, in invariant mode
 llama        a model of the package launch, built from the settings of a run, in invariant mode
 constructed  dlp.ColumnParallelLinear and dlp.RowParallelLinear, constructed explicitly, with or without invariant mode
-ops          a fused sequence of dlp.ops, in invariant mode
+ops          a dlp.ops.Sequential, whose ops are fused, in invariant mode
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Program(NamedTuple):
 
     text                  description of the random choices
     mesh                  name of the mesh, as "tp2+sp"
-    exact                 whether the program must be bitwise equal to one rank (invariant mode)
+    exact                 whether results must be bitwise equal to those on one rank (invariant mode)
     build, batch, loss    functions that build the model, make the batch of a step, and compute the loss
     """
 
@@ -68,7 +68,7 @@ class Program(NamedTuple):
 
 
 def drawn_recipe(draw: random.Random, blocks: bool) -> str | dict[str, Any]:
-    """Draw a recipe, sometimes with options. `blocks`: whether layers have complete blocks of 128 on each rank, which
+    """Draw a recipe, sometimes with options. `blocks`: whether the features of layers on each rank are multiples of 128, which
     fp8_block needs."""
     name, options = draw.choice([each for each in RECIPES if blocks or each[0] != "fp8_block"])
     given = {key: draw.choice(values) for key, values in options.items() if draw.random() < 0.25}
@@ -89,7 +89,7 @@ class Net:
     recompute        whether blocks are recomputed in backward
     half             whether hidden states are bf16 instead of fp32
     sgd              whether the optimizer is SGD instead of AdamW
-    recipe, second   recipe of all layers; recipe of the first block, None: the same recipe
+    recipe, second   recipe of all layers; recipe of the layers of the first block, None: `recipe`
     options          options of the layer group of column-parallel linears
     gather           options of `dlp.fully_shard`
     """
@@ -282,7 +282,7 @@ def loss_llama(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> T
 
 
 class Constructed(nn.Module):
-    """A column- and a row-parallel linear, constructed explicitly; or, if `fused`, a sequence of dlp.ops."""
+    """A column- and a row-parallel linear, constructed explicitly; or, if `fused`, a dlp.ops.Sequential with such linears."""
 
     def __init__(self, mesh: DeviceMesh, sp: bool, fused: bool, biased: bool, recipe: Any) -> None:
         super().__init__()

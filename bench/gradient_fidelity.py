@@ -56,7 +56,7 @@ class Corrupted(Wrapped):
 
 
 def scaled(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[QuantizedTensor], QuantizedTensor]:
-    """Return a function that applies `change` to the part with this name of a quantized tensor, if there is one."""
+    """Return a function that applies `change` to the part named `part` of a quantized tensor, if the tensor has this part."""
 
     def spoil(q: QuantizedTensor) -> QuantizedTensor:
         changes = {named.name: change if named.name == part else lambda tensor: tensor for named in q.format.parts}

@@ -39,7 +39,7 @@ from bench.files import add_files, write_files
 from bench.linear_subjects import BASE, RECIPES, TINY, Run, Subject, installed_peers
 from dlp.kernels import loader
 
-LIMITS = {"alone": 2.0, "under FSDP2": 2.5}  # limits of FP8 recipes, relative to nn.Linear, by table
+LIMITS = {"alone": 2.0, "under FSDP2": 2.5}  # limits of `Line.ratio` for FP8 recipes, by table
 ROUNDS, COUNT, WARM = 61, 10, 3
 SHAPE = "x".join(map(str, TINY))
 
@@ -49,7 +49,7 @@ class Line:
     """Host time of one subject.
 
     recipe          name of the subject
-    microseconds    median microseconds of forward + backward that count
+    microseconds    median microseconds of forward + backward; under FSDP2 only the time inside of the layer
     ratio           median over rounds of the time relative to nn.Linear
     low, high       quartiles of this ratio
     boundary        microseconds of the step boundary; 0 except in the first table
@@ -74,7 +74,7 @@ class Turn(NamedTuple):
 
 
 class Inside:
-    """Clock that runs during the forward of a layer, and during its node of the autograd graph."""
+    """Clock that runs during the forward of a layer, and in backward during the autograd node of the layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.seconds, self._since, self._forward = 0.0, 0.0, layer.forward
@@ -197,7 +197,8 @@ def under_fsdp2(recipes: Sequence[str]) -> list[Line]:
 
 
 def _compile(subject: Subject) -> None:
-    """Compile the layer only, without the nn.Sequential around dlp's layer, because its hooks count microbatches."""
+    """Compile the layer only. The nn.Sequential around dlp's layer is not compiled, because hooks of the nn.Sequential count
+    microbatches."""
     if isinstance(subject.linear, nn.Sequential):
         subject.linear[0] = torch.compile(subject.linear[0], fullgraph=True)  # type: ignore[assignment]
     else:
@@ -208,7 +209,7 @@ def compiled(recipes: Sequence[str]) -> list[Line]:
     """Measure and print the third table."""
     print(f"\nhost under torch.compile, {SHAPE}: microseconds of forward + backward, ratio, its quartiles")
     subjects = {recipe: Subject(recipe, TINY) for recipe in (BASE, *recipes)}
-    graphs = 2 * len(subjects)  # torch compiles two graphs per subject, and counts all for the same code
+    graphs = 2 * len(subjects)  # torch compiles two graphs per subject, and counts all graphs together
     with torch._dynamo.config.patch(recompile_limit=graphs):
         for subject in subjects.values():
             _compile(subject)

@@ -19,7 +19,7 @@ The columns:
     all       microseconds of forward + backward, including collectives
     host      the same over a group whose collectives return at once without a transfer: the host time outside of
               collectives; `fsdp` runs over the real ranks here as well
-    calls     Python functions entered in these runs of forward + backward, counted by cProfile
+    calls     number of Python functions that forward + backward enter in the runs of column `host`, counted by cProfile
 
 `calls` does not depend on the load of the machine.
 """
@@ -58,7 +58,7 @@ from dlp.quant.recipe import names
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 PLAIN, WAYS, FSDP = "plain torch", ("chunked", "compiled", "fsdp"), "fsdp"
-# limits relative to the time of the plain pair on GPUs
+# limits of `Line.all_ratio` on GPUs: LIMIT, or the largest one in LIMITS for a word in the name of the subject
 LIMIT, LIMITS = 2.0, {"mxfp8": 2.5, "nvfp4": 2.5, "compiled": 2.5, FSDP: 2.5}
 RANKS, WARM, COUNT, ROUNDS = 2, 5, 10, 41
 Run = Callable[[], None]
@@ -277,7 +277,7 @@ def measure(
     transport.ask_for(real, device.type)
     moving = {name: passes(name, tokens, features, real, device) for name in subjects}
     whole = ratios(in_turns(moving, rounds))
-    still = {  # FSDP runs over groups of its mesh, so its subjects cannot run over `alone`
+    still = {  # subjects with FSDP send over the groups of a mesh, so they cannot run over `alone`
         name: moving[name] if name.endswith(FSDP) else passes(name, tokens, features, alone, device)
         for name in subjects
     }

@@ -5,7 +5,8 @@
     python -m bench.inference --config tiny --tokens 256 --repeats 2 --ways eager          on a CPU
 
 By default `dlp.freeze` freezes the linears of blocks in FP8, without the head. `compiled` compiles block by block. The exit
-code is 1 if a frozen model runs at less than `--least` times the speed of bf16, compiled if `--ways` has `compiled`.
+code is 1 if a frozen model runs at less than `--least` times the speed of bf16. Both speeds are those of compiled models if
+`--ways` has `compiled`, else those of eager models.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from launch.training.step_update import Update
 
 ONE = "tp1"
 PIECES = 8  # microbatches of a step, over all data-parallel ranks
-SEQUENCE = {"wide": 2048}  # 32 for other shapes
+SEQUENCE = {"wide": 2048}  # tokens of a sequence; 32 for all other shapes
 SHAPES = {
     "tiny": "layers=2 hidden=128 ffn=256 heads=4 kv_heads=4 head_dim=64 vocab=128",
     "qwen3": "family=qwen3 layers=4 hidden=64 ffn=256 heads=16 kv_heads=8 head_dim=32 vocab=128",
@@ -100,7 +100,7 @@ class Run:
 class Result:
     """Result of a run.
 
-    bits       hash of the losses, gradient norms, weights and optimizer states, by these names
+    bits       four hashes, by name: "losses", "gradient norms", "weights", "optimizer states"
     seconds    median seconds of a step
     sizes      settings of the model (`Run.sizes`)
     """

@@ -50,7 +50,7 @@ class Row:
     """Time of a kernel or a group in one iteration.
 
     ms          sum of the kernels' milliseconds
-    alone       milliseconds in which no other group runs; None for a kernel
+    alone       milliseconds in which kernels of this group run, and kernels of no other group; None for a kernel
     launches    number of launches
     """
 
@@ -117,7 +117,8 @@ def tables(intervals: Sequence[Interval], count: int) -> Found:
 
 
 def _overlaps(intervals: Iterable[Interval]) -> tuple[float, dict[str, float]]:
-    """Return the microseconds in which any kernel runs, and for each group those in which only kernels of this group run."""
+    """Return the microseconds in which any kernel runs, and for each group the microseconds in which only kernels of this group
+    run."""
     edges = sorted(
         edge for name, start, end in intervals for edge in ((start, 1, group_of(name)), (end, -1, group_of(name)))
     )

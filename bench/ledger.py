@@ -1,16 +1,16 @@
-"""Planned and counted bytes of a few steps of `tiny`, with each recipe on each mesh of CPU ranks.
+"""Planned and counted bytes of one training step of config `tiny`, with each recipe on each mesh of CPU ranks.
 
     python -m bench.ledger [--only RECIPE] [--section.key value ...]
 
-One row for each recipe, mesh and group, tab-separated, with a header:
+The output is tab-separated, with a header and one row for each recipe, mesh and process group:
 
     recipe  mesh  group  planned  counted  amax  share_of_bf16  gathers_of_bf16
 
     planned, counted   bytes that one rank sends in a step, without amax agreements
     amax               bytes of amax agreements; "PLANNED!=COUNTED" if planned and counted bytes differ
     share_of_bf16      planned bytes, including amax agreements, relative to the same plan in bf16
-    gathers_of_bf16    largest ratio, over the gathers of a quantized x, dy or w, of the bytes to those in bf16; "-": no such
-                       gather
+    gathers_of_bf16    ratio of the bytes of a gather of quantized x, dy or w to the bytes in bf16, the maximum over gathers;
+                       "-": no such gather
 
 The exit code is 1 if planned and counted bytes of any group, layer and purpose differ, or if a mesh failed.
 """

@@ -22,7 +22,7 @@ the row; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all
 library with the same quantization, `0.950 of torchao`. The exit code is nonzero only if a measurement failed.
 
 Shapes are tokens x in_features x out_features. Each shape runs in a separate process (`bench.linear_shape`) with all
-subjects, so that torch.compile, which the peer needs, sees one shape and does not make it dynamic. `bench.host`
+subjects, so that torch.compile, which torchao needs, sees one shape and does not make it dynamic. `bench.host`
 measures host time.
 """
 
@@ -58,8 +58,8 @@ SUBJECT = "{:16} {:6} {:6} {:6}"
 
 @dataclass(frozen=True)
 class Times:
-    """Times of an iteration in milliseconds, or relative to nn.Linear; the columns of the module docstring. `sustained` is None
-    if the host cannot keep the device busy."""
+    """Times of an iteration in milliseconds, or relative to nn.Linear. The module docstring explains the names. `sustained` is
+    None if the host cannot keep the device busy."""
 
     device: float
     fwd: float
@@ -213,8 +213,8 @@ class Apart:
         )  # fmt: skip
 
     def results(self) -> tuple[list[Line], list[Failure]]:
-        """Let the process measure, and return its results; meanwhile its output is printed. If it writes no results, every
-        subject fails, with the last line of the output as the reason."""
+        """Let the process measure, and return its results; its output is printed meanwhile. If the process writes no results,
+        every subject fails, and the reason is the exit code and the last line on stderr."""
         ended = self._finish()
         if self._file.exists():
             found = json.loads(self._file.read_text())

@@ -2,8 +2,8 @@
 
     python -m bench.linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
-Subjects do not alternate, so that each runs at the clocks under its own load (`dlp.kernels.timing`), because pauses
-would let the device cool and favour the subject with the highest load. A subject that fails has a row with the reason.
+Subjects do not alternate: each subject runs at the clocks that settle under the load of this subject (`dlp.kernels.timing`).
+Pauses would let the device cool and favour the subject with the highest load. A subject that fails has a row with the reason.
 """
 
 from __future__ import annotations

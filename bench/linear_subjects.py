@@ -60,7 +60,7 @@ PEERS: dict[str, tuple[str, Callable[[nn.Linear], nn.Module]]] = {
     "te current": ("transformer_engine", partial(_TransformerEngine, "Float8CurrentScaling")),
     "te block": ("transformer_engine", partial(_TransformerEngine, "Float8BlockScaling")),
 }
-# Peers that use the same quantization as a recipe.
+# recipe -> peers that use the same quantization
 PEERS_OF = {
     "fp8_current": ("torchao", "te current"),
     "fp8_delayed": ("torchao", "te delayed"),

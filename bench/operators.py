@@ -5,7 +5,7 @@
     gather   quantized x [M/R, K] of each rank -> [M, K], times w [N, K].T
     sum      x [M, N] times w [K, N].T -> contributions [M, K] in bf16; each rank keeps its rows [M/R, K] of their sum
 
-K is a size of the model, and N is the share of one rank, as in an MLP that is sharded over the ranks. The columns, in
+K is the hidden size of an MLP that is sharded over the ranks, and N is one rank's share of the ffn size. The columns, in
 microseconds:
 
     time         the strategy (--strategies): `serial`, `chunked`, or for example chunked:2; it includes signals and sums, but
@@ -124,7 +124,7 @@ def verdict(found: Line) -> str:
 
 
 class Operators:
-    """Both operators at one shape with one recipe, and their parts alone; the operands rotate."""
+    """Both operators at one shape with one recipe, and the GEMM and the collective of each operator alone. Operands rotate."""
 
     def __init__(self, bench: Bench, recipe: str, shape: Shape) -> None:
         self.bench, self.group, (tokens, features, columns) = bench, bench.mesh.get_group(), shape

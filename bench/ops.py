@@ -44,7 +44,7 @@ HOST_LIMIT = 1.3  # limit of the MLP's host time relative to the linear's
 
 
 class Apart(nn.Module):
-    """The ops of a sequence, called one by one."""
+    """The ops of a `dlp.ops.Sequential`, called one by one."""
 
     def __init__(self, sequence: ops.Sequential) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def layer(hidden: int, ffn: int, recipe: str, group: Any) -> nn.Module:
 
 
 def unfused(module: nn.Module) -> nn.Module:
-    """Replace every sequence in a module by `Apart`."""
+    """Replace every `dlp.ops.Sequential` in a module by `Apart`, and return the module."""
     if isinstance(module, ops.Sequential):
         return Apart(module)
     for name, child in module.named_children():

@@ -4,9 +4,9 @@ parallelism, in plain torch, in dlp with a recipe and an overlap strategy, and i
     pair     4096x14336          K -> N -> K
     layer    4096x14336x32x8     hidden, ffn, heads, kv heads: RMSNorm, attention, RMSNorm, SwiGLU MLP; one sequence
 
-All map token shards [M/R, K] to token shards, in bf16. The plain layer is the block of `launch.models` with the weights of one
-rank: its norms are followed by an all_gather, and o and down by a reduce_scatter. Only dlp's model sums over tp the gradients
-of norms, which each rank computes from the tokens of its shard.
+All subjects map token shards [M/R, K] to token shards, in bf16. The plain layer is the block of `launch.models` with the
+weights of one rank: its norms are followed by an all_gather, and o and down by a reduce_scatter. Each rank computes the
+gradients of norms from the tokens of its shard; only dlp's model sums these gradients over tp.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from launch.models.settings import Model
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a pair (K, N) or of a layer (hidden, ffn, heads, kv heads); a pair has 0 heads."""
+    """Shape of a pair (`features` = K, `inner` = N) or of a layer (`features` = hidden, `inner` = ffn); a pair has 0 heads."""
 
     features: int
     inner: int
@@ -110,7 +110,7 @@ class OneLayer(nn.Module):
 
 
 def filled(model: nn.Module, device: torch.device) -> nn.Module:
-    """Allocate a model of the meta device, and initialize its parameters: matrices randomly, vectors with ones."""
+    """Allocate a model on the meta device, and initialize its parameters: matrices randomly, vectors with ones."""
     model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -98,7 +98,7 @@ def amax(x: Tensor) -> Launch:
 
 
 def amax_batch(x: Tensor) -> Launch:
-    """Compute the amaxes of up to 32 matrices of different sizes, which together have the bytes of x, in one launch."""
+    """Return a launch that computes the amaxes of up to 32 matrices of different sizes, which together have the bytes of x."""
     rows = x.shape[0]
     cuts = sorted({rows * (i * i + i) // (32 * 33) for i in range(33)})
     xs = [x[start:end] for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
@@ -137,7 +137,7 @@ def cast_transpose_delayed(x: Tensor) -> Launch:
 
 
 def cast_transpose_batch(x: Tensor) -> Launch:
-    """Cast the rows of x as weights with 1024 rows each, in one launch."""
+    """Return a launch that casts the rows of x as several weights with 1024 rows each."""
     weights = x.split(1024)
     outs = [_tensor_outputs(weight, True) for weight in weights]
     jobs = [TensorJob(weight, amax=_scalar(5.0), **out) for weight, out in zip(weights, outs, strict=True)]
@@ -204,7 +204,7 @@ def _nvfp4(x: Tensor, tile: bool, rht: bool = False, by_chance: bool = False) ->
 
 
 def _decode(x: Tensor, codes: Tensor, scale: Tensor, block: tuple[int, int]) -> Launch:
-    """Decode codes to a matrix with the shape of x."""
+    """Return a launch that decodes codes to a matrix with the shape of x."""
     out = torch.empty(x.shape, dtype=torch.bfloat16, device="cuda")
     return Launch(lambda: cuda_codes.decode(codes, scale, block, out), (codes, scale, out))
 
@@ -244,7 +244,7 @@ def transpose_nibbles(x: Tensor) -> Launch:
 
 
 def swizzle(x: Tensor) -> Launch:
-    """Convert the MXFP8 scales of x from the layout of the cast to the swizzled layout of the GEMM."""
+    """Return a launch that converts MXFP8 scales for x from the layout of the cast to the swizzled layout of the GEMM."""
     rows, blocks = x.shape[0], -(-x.shape[1] // 32)
     scale = _bytes(blocks, rows).t()
     out = torch.empty(cuda_codes.swizzled_bytes(rows, blocks), dtype=torch.uint8, device="cuda")
@@ -252,7 +252,7 @@ def swizzle(x: Tensor) -> Launch:
 
 
 def delayed_update(x: Tensor) -> Launch:
-    """Update as many delayed scales as x has rows (more than a model has) from their amax histories."""
+    """Return a launch that updates as many delayed scales as x has rows (more than a model has) from their amax histories."""
     slots = len(x)
     history, scale, target, staging = (torch.ones(*lines, slots, device="cuda") for lines in ((HISTORY,), (), (), ()))
     job = DelayedJob(history, scale, staging, target, staging, False)
@@ -317,7 +317,7 @@ KERNELS: dict[str, Make] = {
 
 
 def copy_of(nbytes: int) -> Launch:
-    """Return a device copy that reads nbytes / 2 and writes nbytes / 2, both rounded up to a multiple of COPY_UNIT."""
+    """Return the launch of a device copy that reads and writes nbytes / 2 each, rounded up to a multiple of COPY_UNIT."""
     half = -(-nbytes // (2 * COPY_UNIT)) * COPY_UNIT
     source, target = (torch.full((half,), i, dtype=torch.uint8, device="cuda") for i in (1, 2))
 

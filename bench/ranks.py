@@ -24,7 +24,7 @@ def start(
 
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised an exception.
-        torch.multiprocessing.ProcessExitedException: the process of a rank ended with an exit code or by a signal.
+        torch.multiprocessing.ProcessExitedException: the process of a rank ended with a nonzero exit code or by a signal.
     """
     with tempfile.TemporaryDirectory(prefix="dlp-ranks-") as folder:
         given = ranks, folder, device_type, timeout, work, arguments

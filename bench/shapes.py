@@ -1,4 +1,4 @@
-"""GEMMs that one rank runs for a config (sizes, dtypes, kernel), and its linears in the form of `make bench-linear`.
+"""GEMMs that one rank runs for a config (sizes, dtypes, kernel), and the linears of this rank as a `make bench-linear` command.
 
     python -m bench.shapes CONFIG [--world 8] [--section.key value ...]
     python -m bench.shapes CONFIG --json        GEMMs as JSON, for `python -m dlp.kernels.tune`

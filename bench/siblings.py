@@ -9,7 +9,7 @@ A shape is tokens x in_features x out_features of each sibling, on one rank.
     dgrad   dy_i [M, N_i], w_i [K, N_i]      added in fp32, then rounded to bf16       contraction over all N_i
     wgrad   dy_i [N_i, M], x [K, M]          dw_i with N_i rows                        dw with all rows
 
-One GEMM is run in up to three ways:
+The single GEMM for all siblings is run in up to three ways:
 
     shared     siblings are concatenated before the cast, and share scales
     vectors    for recipes with one scale per tensor: codes are concatenated after the cast, and cuBLASLt reads a vector of
@@ -78,7 +78,7 @@ class Siblings:
 
     def __init__(self, recipe: Recipe, which: str, tokens: int, features: int, outs: Sequence[int]) -> None:
         self.recipe, self.which = recipe, which
-        of_sibling, shared = {  # (rows, contraction); 0: that of the sibling
+        of_sibling, shared = {  # (rows, contraction); contraction 0: the out_features of the sibling
             "fprop": ([(out, features) for out in outs], (tokens, features)),
             "dgrad": ([(tokens, out) for out in outs], (features, 0)),
             "wgrad": ([(out, tokens) for out in outs], (features, tokens)),

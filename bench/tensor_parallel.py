@@ -15,14 +15,14 @@ tables. Milliseconds by subject:
     queued    an iteration in a queue of iterations
     host      time in which the host queues an iteration
 
-Each time is measured with calls, and with a CUDA graph of the iteration including the step boundary. Layers of dlp and of
-plain torch are compiled block by block, as by `launch.train`, except with --eager. Graphs of Transformer Engine are made by
-`te.make_graphed_callables`, and "userbuffers" subjects overlap transfers with GEMMs. --profile lists the kernels of a
+Each time is measured with calls from Python, and with a CUDA graph of the iteration including the step boundary. Layers of dlp
+and of plain torch are compiled block by block, as by `launch.train`, except with --eager. Graphs of Transformer Engine are made
+by `te.make_graphed_callables`, and "userbuffers" subjects overlap transfers with GEMMs. --profile lists the kernels of a
 subject on rank 0, in the CUDA graph if there is one.
 
 Shares are relative to the time of plain torch, and to the time of `serial` with the same recipe, which `auto` must not exceed
-by more than NOISE. Times are medians over iterations on the slowest rank. Subjects take turns, with a block of iterations in
-each turn. On CPUs the program only shows that everything runs.
+by more than the factor NOISE. Times are medians over iterations on the slowest rank. Subjects take turns, with several
+iterations in each turn. On CPUs the program only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ TARGETS = {  # limits for `auto` relative to plain torch, alone and queued, on t
 }
 BF16 = 0.95  # limit for `auto` with recipe bf16, at all shapes of TARGETS
 NOISE = 1.03  # factor by which the times of two runs of one program may differ
-TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # small sizes and few iterations without a GPU
+TOKENS, SMALL, FEW = 8192, ("64x128", "64x128x4x2"), 64  # defaults: tokens on GPUs; shapes and tokens without a GPU
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _ratios(times: list[float], others: list[float]) -> tuple[float, ...]:
 
 
 def target(line: Line) -> float | None:
-    """Return the limit of both shares of a line; None without a target."""
+    """Return the limit of `alone_share` and `queued_share` of a line; None without a target."""
     recipe, _, strategy = line.subject.partition(" ")
     if line.shape not in TARGETS or strategy != AUTO:
         return None

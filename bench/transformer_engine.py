@@ -1,8 +1,8 @@
-"""Transformer Engine (TE) in its best settings, as a peer of `bench.tensor_parallel`: tensor and sequence parallelism,
-userbuffers under the GEMMs, and CUDA graphs by `te.make_graphed_callables`.
+"""Transformer Engine (TE) with its fastest settings, as a peer of `bench.tensor_parallel`: tensor and sequence parallelism,
+userbuffers that overlap transfers with GEMMs, and CUDA graphs by `te.make_graphed_callables`.
 
-PEERS are the names of the subjects. Subjects with "userbuffers" overlap GEMMs with transfers through memory that the GPUs map
-from each other. This module imports TE only when a subject is constructed.
+PEERS are the names of the subjects. Subjects whose name contains "userbuffers" overlap GEMMs with transfers through memory that
+the GPUs map from each other. This module imports TE only when a subject is constructed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_peer(name: str) -> bool:
 
 
 class Userbuffers:
-    """Userbuffers communicators of TE. A process can have one set of them at a time, for one shape of hidden states."""
+    """Userbuffers communicators of TE. A process has communicators for at most one shape of hidden states at a time."""
 
     def __init__(self) -> None:
         self._shape: tuple[int, int] | None = None
@@ -69,7 +69,7 @@ USERBUFFERS_OF_PROCESS = Userbuffers()
 
 
 class TransformerEngine(nn.Module):
-    """Pair of linears or layer of TE, configured as one of PEERS: token shards [M/R, K] -> [M/R, K]."""
+    """Two linears or one layer of TE, configured as the subject `name` of PEERS: token shards [M/R, K] -> [M/R, K]."""
 
     def __init__(self, name: str, shape: Shape, tokens: int, group: ProcessGroup) -> None:
         super().__init__()

@@ -8,8 +8,8 @@ import torch
 
 
 def longest_kernels(run: Callable[[], object], times: int = 4, most: int = 14) -> list[str]:
-    """Profile `times` runs. Returns lines with the device time and launches in one run of the `most` longest kernels, and with
-    the time of all kernels."""
+    """Profile `times` runs. Returns a line for each of the `most` longest kernels, with device time and number of launches in
+    one run, and a last line with the time of all kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(times):
             run()

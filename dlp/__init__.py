@@ -1,6 +1,7 @@
 """dlp: a distributed-first, low-precision training runtime for PyTorch.
 
-The names in this file are public; all other names may change.
+The names in `__all__` are public in dlp, dlp.ops, dlp.optim and dlp.te. Also public are the names in `FORMATS` of
+tools/site.py, for user-defined formats and recipes. All other names may change.
 """
 
 # submodules: operations, optimizers, checks of formats
@@ -30,7 +31,7 @@ from dlp.parallel.model.context import Context
 from dlp.parallel.model.convert import convert
 from dlp.parallel.model.embedding import VocabParallelEmbedding, cross_entropy, gather_tokens, scatter_tokens
 
-# delayed wgrads, CUDA graphs, plans, checkpoints, FSDP, ledgers
+# delayed wgrads, CUDA graphs, layer groups, plans, checkpoints, counts of bytes, FSDP, quantized-only weights
 from dlp.parallel.model.grads import backward_dw
 from dlp.parallel.model.graph import graphed_step
 from dlp.parallel.model.groups import LayerGroup
@@ -45,10 +46,10 @@ from dlp.parallel.weight.held import quantized_model_init, with_master_weights
 # models of Hugging Face transformers
 from dlp.pretrained import load_pretrained, meta_model
 
-# comparison of meshes with one rank
+# comparison of steps on a mesh with the same steps on one rank
 from dlp.proof.run import prove
 
-# recipes; layer groups of models of transformers
+# recipes; layer groups for models of Hugging Face transformers
 from dlp.quant.custom import CustomRecipe
 from dlp.quant.recipe import Recipe
 from dlp.quant.recipe import load as recipe

@@ -79,7 +79,8 @@ def meta_model(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> nn.
 
 @torch.no_grad()
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate the parameters of a model from `meta_model`. Buffers, such as rotary frequencies, keep their values."""
+    """Allocate all parameters of a model from `meta_model` on `device`, uninitialised. Buffers, such as rotary frequencies,
+    move to `device` and keep their values."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
     model.to_empty(device=torch.device(device))
     own = dict(model.named_buffers(remove_duplicate=False))
@@ -94,10 +95,11 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     Args:
         model: model from `dlp.meta_model`, before `dlp.attach`. Parameters may be on the meta device.
         folder: folder with *.safetensors, as written by save_pretrained of transformers.
-        device: device on which parameters are allocated that are on the meta device.
+        device: if a parameter is on the meta device, all parameters are allocated on this device.
 
     Raises:
-        ValueError: for parameters that no file contains, tensors that the model does not have, and tensors of another shape.
+        ValueError: for a folder without *.safetensors, a parameter that no file contains, a tensor in a file that the model
+            does not have and transformers does not ignore, and a tensor with different shapes in the file and in the model.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -156,7 +158,8 @@ def _values(model: nn.Module, folder: Path, own: Mapping[str, Tensor]) -> Iterat
 
 
 def _conversions(model: nn.Module) -> list[Any]:
-    """Return the conversions from files to parameters that transformers defines for a class of models."""
+    """Return the conversions from tensors in files to parameters that transformers defines for the class of `model`; empty for
+    a class that is not from transformers."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -168,7 +171,7 @@ def _conversions(model: nn.Module) -> list[Any]:
 
 
 def _tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """Return a function for each tensor, by name, that reads the tensor from a memory-mapped file."""
+    """Return name of a tensor -> function that reads the tensor from a memory-mapped file, for all tensors in a folder."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))

@@ -102,7 +102,7 @@ _LAYER_OF_TRANSFORMER = _MODULE | {
     ),
     "qkv_weight_interleaved": Argument("pass the argument to dlp.ops.from_te and dlp.ops.to_te", (True,)),
     "ub_tp_comm_overlap": Argument(_OVERLAP, _OFF),
-    "ub_overlap_ag": Argument(_OVERLAP, None),  # TE ignores this argument, too, unless ub_tp_comm_overlap is set
+    "ub_overlap_ag": Argument(_OVERLAP, None),  # any value: TE ignores ub_* unless ub_tp_comm_overlap is set
     "ub_overlap_rs": Argument(_OVERLAP, None),
     "ub_overlap_rs_dgrad": Argument(_OVERLAP, None),
     "ub_bulk_dgrad": Argument(_BULK, None),

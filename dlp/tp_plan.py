@@ -8,8 +8,9 @@
     sequence_parallel                    no group: each rank computes all tokens, with the same results
     all others                           no group: all linears of the parent stay local (`TpPlan.local`)
 
-The linears of a parent, such as an attention module, are either all sharded or all local: if an entry has no equivalent style,
-other linears of the parent would get features of another size. In a model without a plan all linears are local.
+The linears of a parent, such as an attention module, are either all sharded or all local: if one linear stayed local because
+its entry has no equivalent style, the sharded linears of this parent would get inputs with the wrong number of features. In a
+model without a plan all linears are local.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class TpPlan:
 
     groups   layer groups for `dlp.convert`
     local    pattern of modules -> reason why these modules stay local
-    blocks   class names of the blocks, each of which is an FSDP unit and is compiled separately
+    blocks   class names of the model's blocks (transformer layers). Each block is an FSDP unit and is compiled separately
     """
 
     groups: tuple[LayerGroup, ...]
@@ -53,15 +54,15 @@ def groups_for(model: nn.Module, *, tp: int = 1, recipe: Any = None) -> list[Lay
     Args:
         model: model with a `config`, such as `AutoModelForCausalLM.from_config(config)`.
         tp: number of tensor-parallel ranks; with 1 rank nothing is sharded.
-        recipe: recipe of all linears in blocks; None: bf16. The head stays in bf16.
+        recipe: recipe of all linears in the model's blocks (transformer layers); None: bf16. The head stays in bf16.
 
     Returns:
-        Groups for `dlp.convert`; empty if the linears are local and no recipe is given.
+        Groups for `dlp.convert`; empty if no module of the plan can be sharded and no recipe is given.
 
     Raises:
-        ValueError: for a model without config, and, if tp > 1, for a model without a plan, a plan of which no module can be
-            sharded, or a number of heads or an intermediate size that tp does not divide; for a recipe if blocks have no
-            linears.
+        ValueError: for a model without config. If tp > 1, also for a model without a plan, a plan of which no module can be
+            sharded, and a number of heads or an intermediate size that tp does not divide. If a recipe is given, also for
+            blocks without linears.
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -128,8 +129,8 @@ def _matches(pattern: str, names: Sequence[str]) -> bool:
 
 
 def _local(entries: Mapping[str, str]) -> dict[str, str]:
-    """Return pattern -> reason why the modules stay local: their entry, or that of another module of the same parent, has no
-    equivalent style."""
+    """Return pattern -> reason why the modules stay local: their plan entry, or the entry of another module of the same parent,
+    has no equivalent style."""
     found = {
         pattern: f"{style} has no counterpart"
         for pattern, style in entries.items()
@@ -146,8 +147,9 @@ def _local(entries: Mapping[str, str]) -> dict[str, str]:
 
 
 def _activations(model: nn.Module, entries: Mapping[str, str], local: Mapping[str, str]) -> dict[str, str]:
-    """Return entries for activations with parameters, such as xIELU, after column-parallel linears. Plans of transformers do
-    not list these modules. Their gradients are partial sums over tp, like the gradients of norms of heads."""
+    """Return plan entries for activation modules with parameters, such as xIELU, whose parent has a column-parallel linear.
+    Plans of transformers do not list these modules. The gradients of their parameters are partial sums over tp, like the
+    gradients of norms of heads."""
     parents = {
         pattern.rpartition(".")[0] for pattern, style in entries.items() if style == "colwise" and pattern not in local
     }
@@ -181,8 +183,8 @@ def _check(
 
 
 def blocks_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the class names of the blocks of a model: the classes in `_no_split_modules` that occur in the model, or else the
-    classes in the longest ModuleList."""
+    """Return the class names of the blocks of a model: the classes in `_no_split_modules` that occur in the model, or if there
+    are none the classes of the modules in the longest ModuleList."""
     present = {type(module).__name__ for module in model.modules()}
     named = tuple(name for name in (getattr(model, "_no_split_modules", None) or ()) if name in present)
     if named:
@@ -200,8 +202,8 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a model by name, in order. Of nested blocks, only the outermost is returned.
 
-    A module that shares a parameter with modules outside is not a block, such as the embeddings of BERT, whose weight the head
-    reads: as an FSDP unit, the module would get a separate copy of the parameter."""
+    A module that shares a parameter with modules outside of it is not returned: as an FSDP unit, it would get a separate copy
+    of the parameter. An example is the embeddings of BERT, whose weight the head also reads."""
     classes, found = set(blocks_of(model)), dict[str, nn.Module]()
     readers = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
@@ -212,7 +214,8 @@ def named_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _shares(module: nn.Module, readers: Mapping[nn.Parameter, int]) -> bool:
-    """Whether modules outside share a parameter of the module. `readers`: parameter -> number of its names in the model."""
+    """Whether a module shares a parameter with modules outside of it. `readers`: parameter -> number of names of the
+    parameter in the model."""
     own = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
     return any(count < readers[parameter] for parameter, count in own.items())
 

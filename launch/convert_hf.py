@@ -6,7 +6,7 @@
 
 Parameter names are translated by the tables of `launch/models/families.py`. A checkpoint loads on any mesh, and keeps the dtype
 of each imported tensor; an exported folder has one dtype, by default the dtype of the checkpoint. A tensor that is missing, has
-another shape, or belongs to no parameter is an error that names the tensor, raised before anything is written.
+a wrong shape, or belongs to no parameter is an error that names the tensor, raised before anything is written.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ recipe = "bf16"
 
 
 def parameters_of(model: Model) -> dict[str, Tensor]:
-    """Return all parameters of the model by name, on the meta device; tied embeddings are one entry."""
+    """Return all parameters of the model by name, on the meta device; a head that is tied to the embedding has no entry."""
     with torch.device("meta"):
         return {name: parameter.detach() for name, parameter in Llama(model).named_parameters()}
 
@@ -162,7 +162,7 @@ def start_config(model: Model, folder: Path, out: Path, config: dict[str, object
     shape = "\n".join(["[model]", *toml_lines(model)])
     edges = ["layers.0.**", "layers.-1.**"] * (model.layers > 2) + [
         "lm_head"
-    ]  # with 2 blocks group default would be empty
+    ]  # with 1 or 2 blocks, group default would match no layer
     paths = {"init_from": json.dumps(os.fspath(out.resolve())), "run": json.dumps(f"runs/{out.name}")}
     return START.format(folder=folder, out=out, sequence=sequence, model=shape, edges=json.dumps(edges), **paths)
 
@@ -183,7 +183,7 @@ def export(
         dtype: Key of `NAMES`; None: the dtype of the checkpoint, or fp32 if its tensors have different dtypes.
         positions: `max_position_embeddings` of config.json; None: see `longest`.
         limit: Largest size of one safetensors file in bytes; the tensors of one file are in memory at once.
-        codes: Write the weights of linears whose recipe quantizes weights as codes and scales (compressed-tensors).
+        codes: For each linear whose recipe quantizes the weight, write codes and scales (compressed-tensors) instead of values.
 
     Returns:
         One sentence about the result.
@@ -249,14 +249,14 @@ def export_pretrained(reader: weights_only.Reader, folder: Path, dtype: str | No
 
 
 def _one_dtype(found: set[torch.dtype]) -> str:
-    """Return the key of `NAMES` for the only dtype in `found`; "fp32" if there are several dtypes."""
+    """Return the key of `NAMES` for the only dtype in `found`; "fp32" if there are several dtypes, or if `NAMES` lacks it."""
     names = {str(each).removeprefix("torch."): each for each in found}
     return next((short for short, name in NAMES.items() if names.keys() == {name}), "fp32")
 
 
 def longest(model: Model, config: str) -> int:
-    """Return the longest context for config.json, in tokens: the scaled context of `rope_scaling` if it states one, else
-    `[train] sequence` of `config`, the text of a config."""
+    """Return the longest context for config.json, in tokens. This is the original context that `rope_scaling` states, times its
+    factor; without such an entry, `[train] sequence` of `config`, the text of a config."""
     scaling = model.rope_scaling or {}
     if ORIGINAL in scaling:
         return int(scaling["factor"] * scaling[ORIGINAL])

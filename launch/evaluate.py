@@ -2,8 +2,9 @@
 
     python -m launch.evaluate CHECKPOINT [--data FOLDER] [--split train] [--batches N] [--section.key value ...]
 
-The program also runs under torchrun. The model uses the recipes of its training unless `--recipe` is given. It reads each
-sequence of `[train] sequence` tokens once, `global_batch` sequences at a time.
+The program also runs under torchrun. The model uses the recipes of its training unless `--recipe` is given. The split is read
+once, in batches of `global_batch` sequences of `[train] sequence` tokens; the last sequences are left out if they do not fill a
+batch. With `--batches N` the program reads only the first N batches.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Perplexity:
 
 
 def read_data(trained: Trained, path: Path) -> Data:
-    """Open `[data] path` of the config of `trained`. Raises ValueError if the checkpoint `path` was trained with another
-    tokenizer."""
+    """Open `[data] path` of the config of `trained`. Raises ValueError if the data were prepared with a tokenizer that differs
+    from the tokenizer of the training of the checkpoint `path`."""
     config = trained.config
     data = open_sources(config.data.path, config.architecture.vocab, config.data.validation)
     folder = str(data.train[0].path.parent)
@@ -53,7 +54,8 @@ def read_data(trained: Trained, path: Path) -> Data:
 
 @torch.no_grad()
 def perplexity(trained: Trained, data: Data, split: str, batches: int | None) -> Perplexity:
-    """Return the perplexity of the first `batches` global batches of a split; None: of all batches. Equal on all ranks."""
+    """Return the perplexity of the first `batches` global batches of a split; None: of all complete global batches. The result
+    is equal on all ranks."""
     train, batch = trained.config.train, trained.batch
     stream = TokenStream(
         getattr(data, split), split=split, sequence=train.sequence, global_batch=train.global_batch,

@@ -97,7 +97,7 @@ class Sampling:
         chances = scaled.softmax(-1)
         if self.top_p < 1:
             ranked, order = chances.sort(dim=-1, descending=True, stable=True)
-            before = ranked.cumsum(-1) - ranked  # sum over all tokens that are more likely
+            before = ranked.cumsum(-1) - ranked  # sum of the probabilities of all more likely tokens
             dropped = torch.zeros_like(chances, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
             chances = chances.masked_fill(dropped, 0.0)
         return chances / chances.sum(-1, keepdim=True)
@@ -107,8 +107,8 @@ GREEDY = Sampling()
 
 
 class Writer:
-    """Model with a key-value cache, which continues a prompt of at most `room` tokens including the continuation. All ranks
-    draw the same tokens, since random numbers and logits are equal."""
+    """Model with a key-value cache for `room` tokens, prompt and continuation together. All ranks draw the same tokens, since
+    random numbers and logits are equal on all ranks."""
 
     def __init__(self, trained: Trained, room: int, sampling: Sampling = GREEDY) -> None:
         check_length(trained.config, room)
@@ -148,10 +148,11 @@ def write(
     trained: Trained, prompt: Tensor, count: int, sampling: Sampling = GREEDY, *, trace: Path | None = None,
     stop: int | None = None,
 ) -> Written:  # fmt: skip
-    """Generate `count` tokens after prompt [B, S], equal on all ranks; fewer if every sequence has reached the token `stop`.
+    """Generate `count` tokens after `prompt` [B, S], which is equal on all ranks. Generation ends earlier if every sequence has
+    reached the token `stop`.
 
-    trace: file for a profile of the first tokens. Raises ValueError if prompt and continuation exceed the sliding window of
-    attention."""
+    trace: file for a profile of `PROFILED` tokens. Raises ValueError if prompt and continuation exceed the sliding window of
+    attention, or for a model of transformers."""
     writer = Writer(trained, prompt.shape[1] + count, sampling)
     began = time.perf_counter()
     tokens = [prompt.to(trained.device)]
@@ -212,8 +213,8 @@ def prompts_of(options: argparse.Namespace) -> list[Text]:
 
 
 def prompt_of(tokenizer: Tokenizer, text: Text) -> Tensor:
-    """Encode a prompt as int64 [1, S]. Raises ConfigError if the prompt has no tokens, ValueError if the tokenizer cannot
-    decode its bytes as text."""
+    """Encode a prompt as int64 [1, S]. Raises ConfigError if the prompt has no tokens, and ValueError if the tokenizer does not
+    accept the bytes of the prompt."""
     tokens = tokenizer.encode([text])[0][:-1]  # without the separator
     if len(tokens) == 0:
         raise ConfigError(f"{text[0]}: expected nonempty text")

@@ -61,7 +61,7 @@ def rolling_windows(text: Sequence[int], prefix: int, most: int) -> Iterator[tup
     """Split a document into (context, continuation) windows as lm_eval does with a context of one token.
 
     Every token is scored once, and each continuation has at most `most` tokens. The context of the first window is the token
-    `prefix`. If the last continuation is shorter, its context is longer by as many tokens."""
+    `prefix`. If there are several windows and the last continuation is shorter, its context is longer by as many tokens."""
     for start in range(0, len(text), most):
         end = min(start + most, len(text))
         context = text[end - most - 1 : start] if start else [prefix]
@@ -78,7 +78,8 @@ def _remark_cut(trained: Trained) -> None:
 
 
 def go_on(trained: Trained, tokenizer: Tokenizer, context: Sequence[int], asked: dict[str, Any]) -> str:
-    """Generate text after a context for a request `asked` of lm_eval, up to the first occurrence of a string in `until`."""
+    """Generate text after a context for a request `asked` of lm_eval. The text ends before the first occurrence of a string in
+    the entry `until` of the request."""
     count, until = int(asked.get("max_gen_toks", 256)), asked.get("until") or []
     most = longest(trained)
     if count >= most:

@@ -54,8 +54,8 @@ def remarks(config: Config, chosen: tuple[int, int], devices: int, kind: str) ->
 
 
 def check_here(config: Config) -> None:
-    """Raise ValueError for errors that the ranks would raise: a setting for another device, a missing package, missing data,
-    or an invalid checkpoint."""
+    """Raise ValueError for errors that the ranks would raise: a setting that needs another device, a missing package, missing
+    data, or an invalid checkpoint."""
     check_device(config, "cuda" if torch.cuda.is_available() else "cpu")
     metric_sinks.check(config.run.metrics)
     open_sources(config.data.path, config.architecture.vocab, config.data.validation)

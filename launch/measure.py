@@ -77,7 +77,8 @@ def optimizer_bandwidths(device: str, nbytes: int) -> tuple[float, float]:
 
 
 def attention_rate(device: str, batch: int, sequence: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """Return the FLOP/s of causal attention in forward and backward; backward counts 2.5 times the operations of forward."""
+    """Return the entry of the table for one shape: sequence, head_dim, and the FLOP/s of causal attention in forward and in
+    backward. Backward counts 2.5 times the operations of forward."""
     shape = batch, heads, sequence, head_dim
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
     dy = torch.randn(shape, dtype=torch.bfloat16, device=device)

@@ -1,11 +1,11 @@
-"""Compare a config on meshes with the same config on one rank, tensor by tensor (`dlp.prove`, docs/prove.md).
+"""Train a config on several meshes and on one rank, and compare the results tensor by tensor (`dlp.prove`, docs/prove.md).
 
     python -m launch.prove [CONFIG] [--meshes tp2 tp2+sp dp2 ...] [--steps N] [--exact] [--layers N] [--width N]
                            [--section.key value ...]
 
-The model is shrunk to `--layers` blocks, hidden size `--width`, and other sizes in proportion; kv_heads is unchanged, so that
-the shrunk model allows the same tp sizes as the full model. Tokens are random. The exit code is 0 if the tensors of every mesh
-agree with those of one rank (within bounds, or bitwise with `--exact`), else 1.
+The model is shrunk to `--layers` blocks and hidden size `--width`; ffn and heads shrink about in proportion. kv_heads stays, so
+that the shrunk model allows the same tp sizes as the full model. Tokens are random. The exit code is 0 if the tensors of
+every mesh agree with those of one rank (within bounds, or bitwise with `--exact`), else 1.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ class Size(NamedTuple):
 
 
 def shrunk(model: Model, size: Size) -> Model:
-    """Return the model settings with fewer blocks and smaller widths in about the same proportions. ffn becomes a multiple of
-    256 and head_dim a multiple of 16; kv_heads is unchanged."""
+    """Return the model settings with at most `size.layers` blocks and hidden size `size.width`.
+
+    ffn and heads shrink about in proportion; ffn becomes a multiple of 256 and head_dim a multiple of 16; kv_heads is
+    unchanged. vocab becomes at most `VOCABULARY`, and rope_scaling is removed. If `size.width` is not smaller than the hidden
+    size, only the number of blocks changes."""
     layers = min(size.layers or model.layers, model.layers)
     width = size.width or model.hidden
     if width >= model.hidden:
@@ -65,8 +68,8 @@ def shrunk(model: Model, size: Size) -> Model:
 
 
 def provable(config: Config, size: Size, exact: bool = False) -> tuple[Config, list[str]]:
-    """Return the config that `dlp.prove` runs, shrunk and without settings that it does not support, and a sentence about
-    each such setting."""
+    """Return the config that `dlp.prove` runs, shrunk and without settings that `dlp.prove` does not support, and sentences
+    about changes of the model, compile, cuda_graph, optimizer and invariant. Other changes have no sentence."""
     changes: dict[str, Any] = {"micro_batch": -1, "global_batch": SEQUENCES, "init_from": None}
     changes["sequence"] = min(config.train.sequence, TOKENS)
     remarks = []

@@ -177,8 +177,8 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
 
 
 def train(config: Config) -> None:
-    """Run the training on this rank. Errors that a user can correct end the process with one sentence, a lost peer or an
-    out-of-memory error with the current step."""
+    """Run the training on this rank. Errors that a user can correct, out-of-memory errors and the loss of a peer end the
+    process with one sentence instead of a traceback."""
     stop = StopFlag(waits=partial(within, READING, transport.waits))
     stop.watch()
     try:
@@ -213,8 +213,8 @@ def train(config: Config) -> None:
 
 
 def watch_for_hangs(config: Config, stop: StopFlag) -> HangWatch:
-    """Start the thread that ends the run after `[run] hang_after` seconds without progress on any rank. The thread has a
-    separate connection to the store."""
+    """Start the thread that ends the run if no rank makes progress for `[run] hang_after` seconds, or for a longer time at slow
+    places. The thread has a separate connection to the store."""
     after = config.run.hang_after
     store = dist.PrefixStore("launch", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
     watch = HangWatch(
@@ -251,7 +251,7 @@ def main() -> None:
         options, config = command_line(parser, sys.argv[1:])
         if not options.plan and (options.world or options.device or options.timeline):
             raise ConfigError(
-                "--world, --device, --timeline: expected only with --plan; leave them out: torchrun decides the ranks of a run"
+                "--world, --device, --timeline: expected only with --plan; add --plan, or leave these options out"
             )
         here = device_kind("cuda" if torch.cuda.is_available() else "cpu")
         plan = ""

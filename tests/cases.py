@@ -1,11 +1,11 @@
 """Cases of the tests. Recipes are read from the folder of recipes, so a new recipe is tested without a change to this
 file.
 
-Two kinds of data. `gauss` is what training looks like: results of a sharded and an unsharded layer differ by the
-rounding of sums over ranks, and by scales that are computed from a shard instead of the full tensor. The bound on this
-difference is the error of the recipe against high precision, measured in the same test. `lattice` holds only +-1 and
-+-2, in a checkerboard of both magnitudes, so that the scales do not depend on the sharding, and every product and sum
-is exact. Results that are not sums over ranks must therefore have equal bits.
+There are two kinds of data. `gauss` is similar to tensors of training: results of a sharded and an unsharded layer
+differ by the rounding of sums over ranks, and by scales that are computed from a shard instead of the full tensor. The
+bound on this difference is the error of the recipe against high precision, measured in the same test. `lattice` holds
+only +-1 and +-2, in a checkerboard of both magnitudes, so that the scales do not depend on the sharding, and every
+product and sum is exact. Results that are not sums over ranks must therefore have equal bits.
 """
 
 from __future__ import annotations

@@ -456,8 +456,8 @@ def recorded() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
 
 @contextmanager
 def emulation(module: Any = Module, *, kind: str = "sm_90", batches: bool = False) -> Iterator[None]:
-    """Let CPU tensors take the code paths of CUDA tensors, on one device with one stream, and call the functions of
-    `module`.
+    """Context in which CPU tensors take the code paths of CUDA tensors, on one device with one stream, and in which
+    `module` replaces the module of compiled kernels.
 
     Args:
         kind: the architecture of the device. On "sm_100", scales are compact, like the scales of the references.

@@ -1,4 +1,4 @@
-"""Tiny models of transformers of any architecture, with random weights; and losses of training steps."""
+"""Tiny models of transformers of any architecture, with random weights, and the losses of training steps on them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make(architecture: str, **more: Any) -> nn.Module:
 
 
 def losses(model: nn.Module, steps: int = 5) -> list[float]:
-    """Losses of a few steps of AdamW, each with different tokens."""
+    """Run steps of AdamW, each step on different tokens; return the loss of each step."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     found = []
     for step in range(steps):

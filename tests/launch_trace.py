@@ -30,8 +30,8 @@ from tests.simulated_transport import STEPS, bases, header, new_event
 Spans = Any  # int64 [n, 2], a row per span of memory: its first byte, and the byte after its last
 NONE = np.empty((0, 2), dtype=np.int64)
 CALLS = -1  # stream of the recorded collectives
-# Addresses after `named_alike`: the bits from SLOT on are the number of the slot and the rank whose buffer it is; the
-# bits from RANK on are the rank, for memory outside of slots
+# Addresses after `named_alike`. In a slot, the bits from SLOT on are 1 + RANKS * (number of the slot) + (rank that has the
+# buffer). Outside of slots, the bits from RANK on are 1 + rank.
 SLOT, RANK = 40, 56
 
 

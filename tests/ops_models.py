@@ -81,8 +81,8 @@ class Branch(ops.BasicOperation):
 
 
 class Twice(nn.Module):
-    """Sequence with a Branch between other ops, whose extra input is 3 x. The module returns the sum of the output and the
-    extra output."""
+    """Module that calls an ops.Sequential with the input x and the extra input 3 x. A Branch in the ops.Sequential reads the
+    extra input. The module returns the sum of the output and the extra output."""
 
     def __init__(self, lacks: str = "") -> None:
         super().__init__()

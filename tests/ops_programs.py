@@ -1,5 +1,6 @@
-"""Models that users could build from `dlp.ops`, each with one input x [M, WIDTH]: with quantized-only weights and an
-autocast region, branches, several sequences, a user-defined op and a user-defined fusion."""
+"""Models that users could build from `dlp.ops`, each with one input x [M, WIDTH]. The models cover one ops.Sequential,
+quantized-only weights with an autocast region, extra inputs and outputs, two ops.Sequential, a user-defined op, and a
+user-defined fusion."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ class Branching(nn.Module):
 
 
 class Split(nn.Module):
-    """Model with sequences that pass quantized tensors to each other."""
+    """Model with two ops.Sequential, of which the first returns a quantized tensor to the second."""
 
     def __init__(self) -> None:
         super().__init__()

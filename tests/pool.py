@@ -171,9 +171,9 @@ class Pool:
         """Send a signal to each worker on CPUs. Workers are stopped between jobs, because the threads of gloo would take
         half of a core from other tests.
 
-        The kernel sends SIGHUP to all processes of a process group that loses its last parent outside while a process
-        of the group is stopped. So each worker is in a separate process group: when the server ends, only the workers
-        get this signal, and not pytest."""
+        Linux sends SIGHUP to all processes of a process group that becomes orphaned while a process of the group is
+        stopped. So each worker is in a separate process group: when the server ends, only the workers get this signal,
+        and not pytest."""
         if self.device_type == "cpu":
             for worker in self._workers:
                 with contextlib.suppress(ProcessLookupError):

@@ -54,9 +54,10 @@ def four_over_six_ties(rows: int, columns: int, height: int, seed: int = 0) -> T
     errors in exact arithmetic, while fp32 sums of the errors depend on the order. The tensor amax must be 6; then S_enc
     is 256, and the scales of the candidates are 256 and 384.
 
-    In units of 1 / S_enc the largest value is 1536 and the others are 512 + d and 192 + d, for d in (0, 64): The
-    nearest points of the two grids are 512 and 576, and 256 and 192, so that the errors of the two candidates are d^2
-    and (64 - d)^2 for the former values, and the reverse for the latter.
+    In units of 1 / S_enc, a block has the values 1536 and 0 and, for each of several d between 0 and 64, the values
+    512 + d and 192 + d. For 512 + d, the nearest points of the two grids are 512 and 576, so that the squared errors of
+    the two candidates are d^2 and (64 - d)^2. For 192 + d, the nearest points are 256 and 192, so that the squared
+    errors are (64 - d)^2 and d^2.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks, pairs = rows * columns // (16 * height), 8 * height - 1

@@ -14,7 +14,7 @@ from dlp.quant.tensor import QuantizedTensor
 
 @dataclass(frozen=True)
 class RecordingQuantizer(Wrapped):
-    """Quantizer that appends the operands that it casts to `seen`."""
+    """Quantizer that also appends each operand that `cast` returns to the list `seen`."""
 
     seen: list[QuantizedTensor] = field(compare=False)
 

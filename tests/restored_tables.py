@@ -13,7 +13,7 @@ from dlp.ops.fusions import REGISTERED
 
 @contextmanager
 def restored_table() -> Iterator[None]:
-    """Remove operations and kernels that were registered inside."""
+    """At the end of the context, remove operations and kernels that were registered in the context."""
     before = {operation: list(entries) for operation, entries in registry._ENTRIES.items()}
     try:
         yield
@@ -27,8 +27,8 @@ def restored_table() -> Iterator[None]:
 
 @contextmanager
 def restored_fusions(none: bool = False) -> Iterator[None]:
-    """Remove fusions that were registered inside. `none`: start with an empty list, so that basic ops run one by
-    one."""
+    """At the end of the context, remove fusions that were registered in the context. `none`: begin with an empty list of
+    fusions, so that basic ops run one by one."""
     before = REGISTERED.forward[:], REGISTERED.backward[:]
     if none:
         _set([], [])

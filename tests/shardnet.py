@@ -1,4 +1,4 @@
-"""A small network under FSDP, whose weights fit the blocks of every recipe, and training steps."""
+"""A small network that FSDP shards, and training steps. Its weights consist of complete blocks in every recipe."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ def shardnet(
     lr: float = 1e-3, compiled: str = "", adamw: bool = False, down: Any = None,
     **keywords: Any,
 ) -> Net:  # fmt: skip
-    """Return the network, with the same weights on every mesh: converted with `options` and, if `down` is given,
-    another recipe for `down`; sharded block by block with `keywords` of fully_shard; with an attached optimizer,
-    `model.optimizer`. compiled: backend that compiles the first block. The default `size` gives shards with complete
-    blocks in every recipe."""
+    """Return the network with the same weights on every mesh, converted and sharded. The attached optimizer is
+    `model.optimizer`.
+
+    Args:
+        size: number of features; 0: a size for which shards consist of complete scale blocks in every recipe.
+        options: arguments of `dlp.convert`.
+        compiled: torch.compile backend for the first residual block; "": no compilation.
+        down: recipe of the layers `down`; None: `recipe`.
+        keywords: arguments of `dlp.fully_shard`, which is called for each residual block and for the model.
+    """
     torch.manual_seed(0)
     model = Net(size or (256 if recipe == "fp8_block" else 128)).to(worker.device())
     tp = mesh["tp"].size() > 1

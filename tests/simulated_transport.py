@@ -1,5 +1,5 @@
-"""The transport of GPUs, simulated on the CPU: `CudaSlot` on files that ranks map, with kernels as functions of
-addresses.
+"""The transport of GPUs, simulated on the CPU: the memory of `CudaSlot` is files that ranks map, and its kernels are
+Python functions of addresses.
 
 Work on the current stream runs immediately. Work on a side stream runs immediately, too, or, with `late`, in a thread
 that runs the work only when another stream waits for it or after some time. A late side stream exposes memory that is

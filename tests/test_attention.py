@@ -1,4 +1,4 @@
-"""Attention within documents: packed rows give the results of separate documents."""
+"""Attention: packed rows give the results of separate documents, and the choice of an attention backend."""
 
 from __future__ import annotations
 

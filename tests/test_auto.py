@@ -207,8 +207,8 @@ def test_dgrads_of_siblings_are_modelled_as_the_kernels_run_them() -> None:
 
 
 def test_other_sizes_go_by_the_model() -> None:
-    """The table has no layer of this size, so the times come from a model. It predicts GEMMs of 4 ms, for four times
-    the FLOPs and bytes; overlap is chosen for a transfer of 2 ms, but not for 0.02 ms."""
+    """The table has no layer of this size, so the times come from a model. The model predicts 4 ms for a GEMM with four
+    times the FLOPs and bytes of the 1 ms GEMM in the table. Overlap is chosen for a transfer of 2 ms, but not for 0.02 ms."""
     slow, fast = (table(row(UP, (1,) * 4, (1,) * 4), speed=speed) for speed in (4 * 2**20 / 2e-3, 4 * 2**20 / 2e-5))
     assert overlaps_of(planned(slow, sizes=(2048, 4096)))[0]["fprop"].startswith("chunked")
     assert overlaps_of(planned(fast, sizes=(2048, 4096))) == ["serial", "serial"]

@@ -134,7 +134,8 @@ def test_what_is_hidden_of_what_could_be() -> None:
 
 
 def test_gathers_and_sums_of_fp8_have_bars() -> None:
-    """The bars do not count the time of the last output tile: 10 us for a GEMM of 100 us with ten waves."""
+    """The limit (a ratio) applies to the time without the last wave of output tiles, which takes 10 us in a GEMM of 100 us
+    with ten waves."""
 
     def said(operator: str, recipe: str, strategy: str, time: float) -> str:
         parts = (100.0, 40.0, 144.0)
@@ -154,8 +155,9 @@ def test_operators_take_less_than_a_minute_by_default() -> None:
 
 
 def test_waves_are_those_of_the_kernel_that_runs() -> None:
-    """On 132 SMs, dlp's kernel runs 66 pairs of tiles at once, of 32 x 75 pairs; cuBLASLt has 64 x 56 tiles. cuBLASLt
-    also runs the problems that are too small for dlp's kernel."""
+    """dlp's kernel divides the output into 32 x 75 pairs of tiles, and runs 66 pairs at once on 132 SMs. cuBLASLt divides
+    the output into 64 x 56 tiles, and runs 132 tiles at once. cuBLASLt also runs the problems that are too small for dlp's
+    kernel."""
     large = (8192, 8192, 14336)
     assert operators.waves_of(large, "fp8_block", 132) == 37 and operators.waves_of(large, "fp8_current", 132) == 28
     assert (

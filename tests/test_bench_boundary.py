@@ -1,4 +1,4 @@
-"""`bench.boundary` compares casts of all weights together with casts one by one, which give equal bits."""
+"""The variants that `bench.boundary` compares, casts of all weights in one batch and casts one by one, give equal bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`bench.quantize` compares large inputs of both dtypes with a copy, with the same bars. No device: launches are
-simulated."""
+"""`bench.quantize` judges the bandwidth of kernels on large inputs relative to a copy, with the same threshold for both
+dtypes. No device: launches are simulated."""
 
 from __future__ import annotations
 

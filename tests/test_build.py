@@ -217,8 +217,8 @@ def test_a_named_toolkit_comes_before_path_and_path_before_the_usual_place(
 
 
 def packages(root: Path, *left_out: str) -> Path:
-    """Create empty files with the names of PyPI's CUDA 13 compiler, except `left_out`, in a folder of packages; return the
-    folder of the compiler."""
+    """Create empty files with the names of the files of PyPI's CUDA 13 compiler, except `left_out`, in a folder of
+    packages; return the folder of the compiler."""
     for name in ("bin/nvcc", "nvvm/bin/cicc", "include/crt/host_config.h", "lib/libcudart.so.13", "include/cccl/cub"):
         if name not in left_out:
             (root / "nvidia" / "cu13" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Batches of casts: agreements on all amaxes in one collective, predicted bytes, and casts into given outputs. No
+"""Batches of casts: agreement on all amaxes of a group in one collective, predicted bytes, and casts into given outputs. No
 ranks: a group is an object with a name and a size."""
 
 from __future__ import annotations

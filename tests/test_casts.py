@@ -171,7 +171,7 @@ def test_operands_do_not_depend_on_what_is_asked_with_them(recipe):
     [("fp8_current", 2), ("fp8_delayed", 1), ("fp8_rowwise", 2), ("fp8_block", 1), ("mxfp8", 1), ("nvfp4", 2)],
 )
 def test_one_read_makes_both_operands(launches, recipe, reads):
-    """One launch casts both operands. If the quantizers need amaxes, one launch before computes them."""
+    """One launch casts both operands. If the quantizers need amaxes, one more launch computes the amaxes first."""
     for tensor in ("x", "w", "dy"):
         bound = make_bound(STYLES["local", False], load(recipe))
         bound.session.cores[0] = SimpleNamespace(

@@ -1,4 +1,5 @@
-"""Folders of checkpoints, without ranks: which checkpoint is loaded, and which folders are refused as incomplete."""
+"""Folders of checkpoints, without ranks: which checkpoint is loaded, and which folders are refused, for example incomplete or
+damaged ones."""
 
 from __future__ import annotations
 

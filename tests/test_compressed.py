@@ -122,7 +122,7 @@ STATIC: dict[str, Any] = {
 @torch.no_grad()
 def test_static_scales_of_x_come_back_with_the_same_forward(tmp_path, case: str, frozen: bool) -> None:
     """Load with and without the recipe: y has equal bits. Without the exact range in the header, as in files of other
-    programs, the scale of x agrees within 2^-22, and y within 1e-2 (relative) plus 5e-2."""
+    programs, the scale of x agrees within 2^-22 (relative), and y within 1e-2 (relative) plus 5e-2 (absolute)."""
     x, saved = 3 * torch.randn(8, 128).bfloat16(), model()
     if frozen:
         for i in (0, 2):

@@ -102,7 +102,8 @@ def test_recipe_options() -> None:
     assert [step for step, _ in late.swaps(900)] == [738, 1, 7]
 
 
-# A line of arguments; below it, indented, the complete message, or its beginning followed by "...".
+# Each entry is a line of arguments, followed by an indented line with the complete message, or with the beginning of the
+# message and "...".
 REFUSED = """
 --train.lr fast
     --train.lr: expected a number > 0, got 'fast'

@@ -11,8 +11,8 @@ from dlp.kernels import loader
 from tests.cuda_on_cpu import build
 from tests.cuda_on_cpu.hopper_gemm import NEEDS
 
-# Threads exchange values through shared memory twice, from one end of the block to the other. Without the barrier after
-# the write, a thread reads too early; without the barrier after the read, a thread overwrites too early.
+# Threads exchange values through shared memory twice, from one end of the thread block to the other. Without the barrier
+# after the write, a thread reads too early; without the barrier after the read, a thread overwrites too early.
 PROBE = """
 #include <stdexcept>
 

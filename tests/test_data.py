@@ -1,4 +1,5 @@
-"""Data, without a device: the shard format and its errors, the split, the order of windows, the embedded text."""
+"""Data, without a device: the shard format and its errors, preparation and the split, the order of windows from one or
+several sources, the built-in text, and the bigram loss."""
 
 import hashlib
 import math
@@ -547,7 +548,8 @@ def test_bigram_loss_of_known_chains(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, tokens in (("cycle", np.arange(40_000) % 4), ("chain", zero_after_one), ("once", [0, 0, 1, 0, 0])):
         write_shard(tmp_path / name, [np.asarray(tokens)], 257)
     cycle, chain, once = (open_shard(tmp_path / name) for name in ("cycle", "chain", "once"))
-    # Trained on 1 -> 2 and 3 -> 0; evaluated on 0 -> 0 twice, 0 -> 1 and 1 -> 0.
+    # `cycle` has 10,000 pairs 0 -> 1 and 10,000 pairs 1 -> 2. `once` has the pairs 0 -> 0 (twice), 0 -> 1 and 1 -> 0. The
+    # baseline adds 1.0 to the count of each of the 257 successors.
     assert bigram_loss([cycle], [once], 1.0) == pytest.approx(math.log(10_257**4 / 10_001) / 4, rel=1e-9)
     assert bigram_loss([cycle], [cycle]) < 0.01
     assert bigram_loss([chain], [chain]) == pytest.approx(math.log(2) * 2 / 3, abs=0.004)

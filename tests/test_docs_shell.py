@@ -1,9 +1,10 @@
 """The shell commands in README.md and docs/*.md run.
 
     ```bash       every command runs, in the order of the page, in one folder with the files that the page presupposes
-    ```bash gpus  the commands do not run, because they need GPUs, many ranks, several hosts, a network or minutes
+    ```bash gpus  the commands do not run, because they need GPUs or many ranks; the marks `hosts`, `network` and `minutes`
+                  state that they need several hosts, a network or minutes
 
-For blocks with the mark `gpus`, the test checks that modules exist and settings are valid. A command runs in a fork
+For blocks with a mark, the test checks that modules exist and settings are valid. A command runs in a fork
 that has already imported torch. A training run ends after two steps, the commands of a make target run without
 torchrun, and torchrun commands run on at most two ranks.
 """
@@ -58,8 +59,8 @@ SHORT = {  # shorter settings of programs that take minutes
 
 
 def blocks(text: str) -> Iterator[tuple[list[str], str, int]]:
-    """Yield (commands, mark, line) of each shell block. Raise ValueError for an unknown mark, and for commands in a
-    block that is not marked as bash."""
+    """Yield (commands, mark, line) of each bash block. Raise ValueError for an unknown mark, and for commands in a block
+    without a language."""
     for fence in FENCE.finditer(text):
         _, info, code = fence.groups()
         line = text.count("\n", 0, fence.start(3)) + 1
@@ -153,8 +154,8 @@ def setting(arguments: Sequence[str], name: str, default: str) -> str:
 
 
 def shortened(folder: Path, arguments: Sequence[str]) -> list[str]:
-    """The arguments of a training run with small batches that ends two steps after the checkpoint from which it
-    continues."""
+    """Return the arguments of a training run, shortened: the batches are small, and the run ends two steps after the
+    checkpoint from which it continues, or after two steps if there is no checkpoint."""
     before = complete(folder / setting(arguments, "run.dir", run_of(arguments)) / "checkpoints")
     done = step_of(before[-1]) if before and setting(arguments, "checkpoint.resume", "auto") == "auto" else 0
     profile = ["--train.profile", "0"] if setting(arguments, "train.profile", "0") != "0" else []
@@ -187,13 +188,13 @@ def run_of(arguments: Sequence[str]) -> str:
 
 
 def renumber(made: Path, step: int) -> None:
-    """Rename the last checkpoint of a shortened run to the step at which the complete run would end."""
+    """Give a checkpoint of a shortened run the step at which the complete run would end, in its name and manifest."""
     whole = made.rename(made.with_name(f"step-{step}"))
     write_manifest(whole, {**read_manifest(whole), "step": step})
 
 
 def by_make(folder: Path, arguments: list[str]) -> None:
-    """Run the commands that `make` would run. Commands that start pytest are skipped."""
+    """Run the `python -m` commands that `make` would run. Commands that start pytest or check_env are skipped."""
     made = subprocess.run(
         ["make", "-n", *arguments, "PYTHON=python", "DEVICE=cpu"], cwd=ROOT, capture_output=True, text=True, check=True,
         env={"PATH": os.environ["PATH"]},  # variables of a `make test` that runs this test, such as ARGS, must not be inherited

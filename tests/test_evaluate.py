@@ -60,7 +60,7 @@ def measured(path: str, *settings: tuple[str, str]) -> evaluate.Perplexity:
 
 
 def frozen(path: str, recipe: str, mode: str, *settings: tuple[str, str]) -> tuple[float, str]:
-    """Loss of a frozen model, and the message about codes. Runs in a worker."""
+    """Return the loss of a quantized model, and the message about the quantization. Runs in a worker."""
     known = types.SimpleNamespace(checkpoint=Path(path), quantize=recipe, mode=mode, calibration=2)
     found = evaluate.as_asked(opened(path, 2, ("mesh.sequence_parallel", "true"), *settings), known)
     loss = evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1).loss
@@ -158,8 +158,8 @@ def other_tokenizer(path: str) -> str:
 
 
 def written(path: str, tp: int, temperature: float, seed: int) -> list[int]:
-    """Return generated tokens. The model runs in fp32, so that sharding and the cache do not change them. Runs in a
-    worker."""
+    """Return generated tokens. The model runs in fp32, so that sharding and the cache do not change the tokens. Runs in
+    a worker."""
     found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
     return generate.write(found, PROMPT, 12, generate.Sampling(temperature, seed=seed)).tokens[0].tolist()
 
@@ -214,8 +214,8 @@ def test_a_text_ends_where_its_document_does(ranks, checkpoint):
 
 
 def without_scales(path: str) -> str:
-    """Message about a checkpoint of fp8_current that is evaluated with a recipe whose scales it does not have. Runs in
-    a worker."""
+    """Return the message for a checkpoint of fp8_current that is evaluated with fp8_delayed: the checkpoint has no delayed
+    scales. Runs in a worker."""
     with pytest.raises(CheckpointError) as error:
         opened(path, 1, ("groups.default.recipe", "fp8_delayed"))
     return str(error.value)
@@ -257,8 +257,8 @@ def test_top_k_and_top_p_are_numbers_of_something_that_is_drawn(options, said, t
 
 
 def test_top_k_and_top_p_keep_the_most_likely_tokens() -> None:
-    """The test expects the behaviour of Hugging Face's TopKLogitsWarper and TopPLogitsWarper: after the temperature, k
-    first."""
+    """The expected values are those of Hugging Face's TopKLogitsWarper and TopPLogitsWarper: logits are divided by the
+    temperature, then `top_k` is applied, then `top_p`."""
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
     for sampling, kept in (
         (generate.Sampling(1.0), [0.1, 0.4, 0.2, 0.3]),
@@ -330,8 +330,9 @@ def test_each_of_several_prompts_is_written_on_as_if_it_were_alone(ranks, checkp
 
 
 def scored(path: str, tp: int) -> tuple[list[float], list[bool], str, list[Any]]:
-    """Return the scores of the most likely continuation and of two others, whether each is the most likely, a generated
-    text, and the results for lm_eval. Check that a text can end at a given string. Runs in a worker."""
+    """Return the scores of the most likely continuation and of two other continuations, whether each continuation is the
+    most likely, a generated text, and the results of the methods for lm_eval (an empty list if lm_eval is not installed).
+    Check that a text can end at a given string. Runs in a worker."""
     found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
     context, follows = PROMPT[0].tolist(), generate.write(found, PROMPT, 3).tokens[0, 5:].tolist()
     scores = [harness.score(found, context, each) for each in (follows, [*follows[:2], 0], [255])]

@@ -90,7 +90,7 @@ def test_frozen_layers_are_captured_and_equal_blocks_share_a_graph(mode, monkeyp
             block.compile(backend="aot_eager", fullgraph=True)
         for seed in range(4):
             assert_bit_equal(model(batch(seed)), expected[seed])
-        # Two linears in a block, each with a second graph after the first forward has set `dtype`
+        # Each compiled module has two linears. Each linear has a second graph, because the first forward sets `dtype`.
         assert counters["stats"]["unique_graphs"] <= 4
         assert "forward: captured in 6 layers" in describe(model), describe(model)
 

@@ -75,7 +75,7 @@ ROW, TILE, TRANSFORMED = (Nvfp4Scaling(four_over_six=True, **o) for o in ({}, {"
 
 
 def uniform(seed: int, rows: int, columns: int) -> Tensor:
-    """Values of a uniform distribution, many of which are near the amax of their tile."""
+    """Return uniformly distributed values. Many values are near the amax of their tile."""
     return torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed)) - 0.5
 
 

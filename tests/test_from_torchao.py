@@ -1,9 +1,9 @@
-"""Comparison with torchao on the same inputs, as docs/from-torchao.md describes: float8 weights and outputs, weight
-only and dynamic, scaled per tensor and by rows; float8 training with its three recipes.
+"""Comparison with torchao on the same inputs, as docs/from-torchao.md describes. Inference: weights and outputs in float8
+(scaled per tensor or per row) and int8, weight only and dynamic. Training: the three float8 recipes of torchao.
 
-torchao's `quantize_` computes the quotient amax / 448 in the dtype of the tensor, so that scales of bf16 tensors are
-rounded to bf16; scales of dlp are fp32. For fp32 tensors, and where the quotient is exact in bf16, codes are equal, and
-only the rounding of y differs.
+torchao's `quantize_` computes the scale (in float8, amax / 448) in the dtype of the tensor, so that scales of bf16
+tensors are rounded to bf16; scales of dlp are fp32. For fp32 tensors, and where the scale is exact in bf16, codes are
+equal, and only the rounding of y differs.
 """
 
 from __future__ import annotations

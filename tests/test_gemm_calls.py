@@ -57,7 +57,7 @@ def test_the_recipe_says_how_each_gemm_accumulates(recipe: str, options: dict[st
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("operand", ["x", "w"])
 def test_only_fp8_accumulates_fast(operand: str):
-    """If the other operand is in high precision, the GEMM runs in high precision, for which cuBLASLt has no fast
+    """If one operand of a GEMM is in high precision, the GEMM runs in high precision, for which cuBLASLt has no fast
     accumulation."""
     kept = Operand(KeepHighPrecision(), KeepHighPrecision())
     mixed = replace(

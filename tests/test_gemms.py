@@ -51,7 +51,8 @@ def exact(a: QuantizedTensor, b: QuantizedTensor) -> tuple[Tensor, Tensor]:
 def test_a_gemm_is_the_float64_product_within_its_sums(
     recipe: Recipe, which: str, seed: int, exponent: int, contraction: int
 ):
-    """|error| <= K * 2^-24 * sum |a||b| plus a few roundings of scales; bias and accumulate are added once, in fp32."""
+    """The error is at most (K + 8) * 2^-24 * sum |a||b|, where K is the contraction and 8 allows for the rounding of
+    scales; a bf16 result may have an error of 2^-8 of the result in addition. Bias and accumulate are added once, in fp32."""
     a, b = operands(recipe, which, matrix(seed, 32, contraction, exponent), matrix(seed + 1, 64, contraction))
     product, magnitude = exact(a, b)
     bound = (contraction + 8) * 2**-24 * magnitude
@@ -154,8 +155,8 @@ MIXED = [
 
 @pytest.mark.parametrize("left, right", MIXED, ids=str)
 def test_a_mixed_pair_is_decoded_to_bf16_where_that_is_exact(left: Quantizer, right: Quantizer):
-    """The result is within the error of fp32 sums of the float64 product of the decoded operands, whether the GEMM multiplies
-    in bf16 or in fp32. The plan names the dtype."""
+    """The result differs from the float64 product of the decoded operands by at most the error of fp32 sums, whether the GEMM
+    multiplies in bf16 or in fp32. The plan names the dtype."""
     a, b = quantize(left, matrix(1, 32, 96)), quantize(right, matrix(2, 48, 96))
     product, magnitude = exact(a, b)
     bound = 104 * 2**-24 * magnitude

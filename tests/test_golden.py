@@ -49,7 +49,8 @@ def codes(texts: Iterable[str]) -> list[int]:
 
 
 def raw(x: Tensor) -> list[Any]:
-    """Bytes, or the bit patterns of fp32, as nested lists. All NaNs of fp32 are replaced by one pattern."""
+    """Return nested lists of integers: the bit patterns of an fp32 tensor, in which all NaNs have one pattern, or the
+    bytes of a tensor of another dtype."""
     if x.dtype == torch.float32:
         return torch.where(torch.isnan(x), torch.nan, x).view(torch.int32).tolist()
     return x.view(torch.uint8).tolist()
@@ -64,7 +65,7 @@ def quantize(quantizer: Quantizer, x: Tensor) -> QuantizedTensor:
 
 
 def block_of(case: Case) -> Tensor:
-    """Return x [1, n]: the values x_prefix, continued by the value fill."""
+    """Return x [1, n]: the values `x_prefix`, then the value `fill` in all other elements."""
     prefix = floats(case["x_prefix"])
     x = torch.cat([prefix, one(case["fill"]).expand(case["n"] - len(prefix))])
     return x.to(DTYPES[case["dtype"]])[None]

@@ -1,4 +1,5 @@
-"""`dlp.graphed_step`: which calls are eager, which calls are replayed, and when a graph is dropped.
+"""`dlp.graphed_step`: which calls are eager, which calls are replayed, which calls are refused, and when a
+graph is dropped.
 
 The CPU simulates the graph; tests/gpu/test_graph.py and tests/multigpu/test_graph.py use real graphs.
 """

@@ -25,9 +25,9 @@ class Clock:
 
 @pytest.fixture
 def found(monkeypatch) -> Any:
-    """Return a function: `found(*places, jump=0.0)` simulates two ranks that do not leave these places, and returns the
-    seconds until the run is ended and the message, or None if it is not ended within 600 s. `jump`: seconds by which
-    the clock jumps after 20 s."""
+    """Return a function: `found(*places, jump=0.0)` simulates two ranks that do not leave the given places. It returns
+    (seconds until the run is ended, message), or None if the run is not ended within 600 s. `jump`: seconds by which the
+    clock jumps after 20 s."""
     clock = Clock()
     monkeypatch.setattr(hang_watch, "time", clock)
     monkeypatch.setattr(hang_watch, "frame_of_main", lambda: ("read (trainer.py:1)", 7))

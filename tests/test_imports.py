@@ -91,8 +91,8 @@ MAY_IMPORT = {
 PROGRAMS = ("launch", "bench")
 LOADED_BY_NAME = ("dlp.quant.recipes", "dlp.parallel.overlap")  # folders with one file per choice
 
-# Within dlp.parallel: folder or module -> modules that it must not import. Decisions and objects of those modules are
-# passed as arguments.
+# Within dlp.parallel: folder or module -> modules that it must not import. Decisions and objects of the forbidden modules
+# are passed as arguments.
 NEVER = {
     "dlp.parallel.linear": ("dlp.parallel.model", "dlp.parallel.traffic"),
     "dlp.parallel.weight": ("dlp.parallel.model", "dlp.parallel.traffic"),
@@ -314,8 +314,8 @@ def forget_programs() -> dict[str, ModuleType]:
 @pytest.mark.full  # the test of circular imports covers the modules of launch
 @pytest.mark.slow
 def test_every_program_can_be_the_first_module_that_is_imported():
-    """Each program is imported first, as by `python -m`. A circular import could work only with another first
-    module."""
+    """The test imports each program first, as `python -m` does, because a circular import can fail for one first module
+    and work for another."""
     before = forget_programs()
     try:
         for module in [module for _, module, package in sources() if package in PROGRAMS]:
@@ -415,7 +415,8 @@ def is_self(node: ast.AST) -> bool:
 
 
 def uses_of_fsdp2(source: str, package: str, private: set[str]) -> list[str]:
-    """Imports from FSDP2's modules, and attributes with private names of FSDP2 on other objects than `self`."""
+    """Return imports from FSDP2's modules, and attributes with private names of FSDP2: of objects other than `self`, or
+    named in a call of getattr, setattr or hasattr."""
     found = [target for _, target in imports(source, package) if target.startswith(FSDP2)]
     for node in ast.walk(tree_of(source)):
         if isinstance(node, ast.Attribute) and not is_self(node.value) and node.attr in private:

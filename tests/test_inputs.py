@@ -1,4 +1,4 @@
-"""Inputs of layers: plain tensors, in the dtype of torch.autocast if autocast is enabled."""
+"""Inputs of layers: layers refuse inputs that are not tensors, and cast inputs to the dtype of an enabled torch.autocast."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def trained(layer: nn.Module, x: Tensor, by_hand: bool = False, inside: bool = F
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_autocast_means_x_in_its_dtype(recipe, inside):
-    """Inside the layer nothing is cast again: the bits are equal to the bits with an x that was cast before."""
+    """The layer casts nothing again: the results have the bits of a layer, without autocast, whose x was cast to bf16."""
     torch.manual_seed(0)
     layer = dlp.Linear(64, 128, recipe=recipe)
     expected = trained(copy.deepcopy(layer), values(32, 64), by_hand=True)

@@ -156,7 +156,7 @@ def test_a_plan_is_refused_on_the_device_that_a_run_is_refused_on(capsys, monkey
 
 
 def test_torchruns_report_ends_with_the_sentence_of_a_refusal(tmp_path, monkeypatch, capsys):
-    """torchrun prints 40 lines after the message. The last of these lines, the root cause, is the message again."""
+    """torchrun prints 40 lines after the message. The last line with text, the root cause, repeats the message."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     monkeypatch.delenv("RANK", raising=False)

@@ -1,7 +1,7 @@
 """attach(main_grads=...): gradients that the wgrad GEMM accumulates have the bits of autograd's sums.
 
-The tests run captured and not captured, with delayed wgrads and with recomputation. Where the GEMM cannot accumulate,
-autograd does, and the plan has a note. No ranks.
+The tests run with and without captured launches, with delayed wgrads and with recomputation. Where the GEMM cannot
+accumulate, autograd accumulates, and the plan has a note. No ranks.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def attached(model: nn.Module, main_grads: str = "off") -> nn.Module:
 
 
 def step(model: nn.Module, seed: int, call: Callable[..., Any] = lambda model, x: model(x)) -> dict[str, Tensor]:
-    """Run the microbatches of one optimizer step, and the step; return dx of each microbatch, and the weight
-    gradients."""
+    """Run all microbatches of one optimizer step, then the optimizer step. Return dx of each microbatch, and the
+    weight gradients."""
     found = {}
     for micro in range(MICROBATCHES):
         x = values(10 * seed + micro, M, K).requires_grad_()
@@ -152,8 +152,9 @@ def test_megatrons_main_grad(dtype: torch.dtype):
     "recipe", ["bf16", "qat"], ids=["by the GEMM", "after the GEMM"]
 )  # fmt: skip
 def test_a_main_grad_is_overwritten_where_that_is_asked(recipe: str):
-    """With `overwrite_main_grad` the old content of main_grad is replaced: by the GEMM itself or, in qat, after
-    the GEMM, by its result with zeros for clipped codes."""
+    """With `overwrite_main_grad` the old content of main_grad is replaced. In bf16 the GEMM itself overwrites
+    main_grad. In qat, zeros for clipped codes are set in the result of the GEMM, and the result then replaces
+    main_grad."""
     model = linear(recipe)
     plain, adding = attached(model), attached(model, "main_grad")
     weight = weight_of(adding)

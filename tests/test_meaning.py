@@ -1,5 +1,5 @@
-"""Refused loads and calls with right shapes and wrong meanings, which torch would execute on codes, integers or other
-states."""
+"""dlp refuses loads and calls whose shapes are right but whose tensors have another meaning, such as codes loaded as
+values. torch alone would compute with these tensors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Planned memory, without ranks: bytes that a block saves, compared with sums written here; resident memory; configs
-that do not fit, and suggested settings."""
+"""Planned memory, without ranks. The tests compare the bytes that a transformer block saves with sums written in this
+file. Others check resident memory, configs that do not fit, and suggested settings."""
 
 from __future__ import annotations
 
@@ -96,8 +96,9 @@ def test_what_stays_is_cut_by_every_axis():
 
 
 def test_slots_are_planned_where_memory_is_mapped():
-    """The plan has slots for the transfers of both sequence-parallel styles (tokens x 2048 in bf16 and in codes), and
-    for agreements on up to 65,536 amaxes. Sizes are rounded up to 2 MiB, including the headers."""
+    """The plan has buffers in symmetric memory for the transfers of both sequence-parallel styles (tokens x 2048, in
+    bf16 and in codes), and for agreements on up to 65,536 amaxes. Each size is rounded up to 2 MiB, including the
+    header."""
     serial = "--groups.default.overlap=serial", "--groups.edges.overlap=serial"
     one = "--train.micro_batch=1"
     assert not any(row(load("llama3_1b", ["--mesh.transport=nccl"]), 2, "symmetric memory").values())
@@ -153,8 +154,9 @@ def test_a_run_warns_of_a_step_that_needs_more_memory_than_the_gpu_has(monkeypat
 
 @pytest.mark.slow
 def test_of_what_little_is_left_to_set_all_is_named():
-    """The config already recomputes blocks, and has one sequence per microbatch, 8-bit states, weights cast at use, and the
-    largest tp that the heads allow. The first remedy that the message names is an optimizer with 4-bit states."""
+    """The config already recomputes blocks. It has one sequence per microbatch, 8-bit optimizer states, weights that
+    are cast at each use, and the largest tp that the heads allow. The first remedy that the message names is an
+    optimizer with 4-bit states."""
     config = load("llama3_70b", ["--model.layers=8"])
     plan = planned(config, 8, "h100").plan
     saves, setting = remedies(config, 8, "h100", plan)[0]

@@ -26,7 +26,7 @@ DTYPES = [
 
 
 def bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """A tensor of `dtype` in which every byte is 1."""
+    """Return a tensor of `dtype` in which every byte is 1."""
     size = torch.empty(0, dtype=dtype).element_size()
     return torch.ones(*shape[:-1], shape[-1] * size, dtype=torch.uint8).view(dtype)
 

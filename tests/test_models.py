@@ -102,7 +102,7 @@ TINY = [
 
 
 def a_step(tp: int, *settings: str) -> dict[str, torch.Tensor]:
-    """Run one step, and check the plan of fused sequences; return the loss and the unsharded gradients."""
+    """Run one step, and check the plan of the fused ops. Return the loss and the unsharded gradients."""
     config = load("tiny", [*TINY, f"--mesh.tp={tp}", *settings])
     mesh = worker.mesh(dp_shard=1, tp=tp)
     model, plan, _ = parallel_model(config, mesh)
@@ -124,7 +124,7 @@ def a_step(tp: int, *settings: str) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach()} | full  # type: ignore[dict-item]
 
 
-# Bound by recipe. In bf16 only the order of sums differs; in fp8_current this also changes codes
+# Error bound by recipe. Fusions change the order of sums; in fp8_current this also changes codes
 FUSED_BOUND = {"bf16": 1e-5, "fp8_current": 0.08}
 
 

@@ -140,8 +140,7 @@ def test_the_butterfly_sums_in_the_stated_order():
 
 
 def test_values_are_decoded_in_the_stated_order():
-    """The values are fl(e2m1 * fl(fl(scale * amax) * fl(1/2688))), which differs from e2m1 * scale * S_dec and from the
-    alpha of the GEMM."""
+    """The decoded values are fl(e2m1 * fl(fl(scale * amax) * fl(1/2688))). They differ from e2m1 * scale * S_dec."""
     x = matrix(7, 64, 256)
     q = Nvfp4Scaling().cast(x, ops.amax(x))
     codes, scale, amax = (

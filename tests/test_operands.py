@@ -1,7 +1,8 @@
-"""Agreements on amaxes, and operands that are saved for backward. No ranks: the group only has a size.
+"""Agreements on amaxes, and operands that are saved for backward. The tests need no ranks: `FakeGroup` has a size,
+but does not communicate.
 
 Rule: ranks agree on a scale over tp iff the operand is gathered and tp shards a dimension that the scale spans. With
-`amax_scope="all"` they also agree for operands that are not gathered; with an amax group of the user, they always
+`amax_scope="all"` they also agree for operands that are not gathered. With an amax group of the user, they always
 agree. CUT states which dimensions tp shards in each style.
 """
 

@@ -1,4 +1,4 @@
-"""dlp.ops: sequences of operations compared with plain torch modules; user-defined ops and fusions.
+"""dlp.ops: `ops.Sequential` compared with plain torch modules; user-defined ops and fusions.
 
 The tests need one rank; `tests/test_ops_ranks.py` tests tensor parallelism.
 """
@@ -149,8 +149,8 @@ def test_a_fused_op_of_the_users():
 
 @pytest.mark.parametrize("whole", [False, True], ids=["", "bias named"])
 def test_a_fused_op_of_a_linear_has_its_bias(whole: bool):
-    """A fused op adds the bias once, whether its basic ops contain the bias or not, both in a sequence and when it is
-    called directly."""
+    """A fused op adds the bias once, whether the linear is one op or is expanded into a BasicLinear and a Bias. This
+    holds in an `ops.Sequential` and if the fused op is called directly."""
     first = ops.Linear(H, H)
     nn.init.normal_(first.bias)
     ops_of = [*(first.expanded if whole else [first]), ops.ConstantScale(2.0)]
@@ -387,8 +387,8 @@ def test_nested_regions_run_under_the_innermost_and_find_their_plans_again():
 
 
 def test_a_plan_for_each_state():
-    """A sequence makes a new plan for each state (dtype, training mode, trainable parameters, whether there is a
-    backward), and reuses the plan if the state recurs."""
+    """An `ops.Sequential` makes a new plan for each state (dtype, training mode, trainable parameters, whether there
+    is a backward), and reuses the plan if the state recurs."""
     model = mlp("fp8_current")
     plans, x = model._groups_now()[0].plans, values(0, M, H)
     counts = []
@@ -409,8 +409,8 @@ def test_a_plan_for_each_state():
 
 
 def test_nothing_is_fused_anew_inside_of_a_graph(monkeypatch: pytest.MonkeyPatch):
-    """In a CUDA graph a sequence can run only in states for which it has a plan. In another state it raises an error
-    that says to run the ops once before the capture."""
+    """In a CUDA graph an `ops.Sequential` can run only in states for which it has a plan. In another state it raises
+    an error that says to run the ops once before the capture."""
     model, x = mlp("fp8_current"), values(0, M, H)
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
     expected = model(x)
@@ -432,8 +432,8 @@ def test_there_is_no_second_derivative():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe: str):
-    """`save_original_input` changes no bits, whether x is the output of a norm or the input of the model. With the option
-    the linear saves x itself; without, only the bf16 recipe does."""
+    """`save_original_input` changes no bits, whether x is the output of a norm or the input of the model. With the
+    option the linear saves x itself. Without the option, it saves x itself only in the bf16 recipe."""
     for inner in ([ops.RMSNorm(H)], []):
         models = [
             ops.Sequential(*copy.deepcopy(inner), linear(recipe, save_original_input=kept)) for kept in (True, False)
@@ -567,8 +567,8 @@ def test_an_op_with_hooks_ends_its_group():
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["", "backward inside"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_autocast_gives_x_its_dtype_as_it_does_to_linears(recipe: str, backward_inside: bool):
-    """Under torch.autocast, forward and backward have the bits of an x that was cast to the dtype of autocast.
-    Gradients have the dtypes of their tensors."""
+    """Under torch.autocast, forward and backward have the bits of a run whose x was cast to the dtype of autocast
+    before. Gradients have the dtypes of their tensors."""
     model, dy = mlp(recipe), values(2, M, H).bfloat16()
     other = copy.deepcopy(model)
     x, cast = values(1, M, H).requires_grad_(), values(1, M, H).bfloat16().requires_grad_()
@@ -608,7 +608,7 @@ def test_a_user_s_quantizer_is_given_a_tensor():
 
 
 def test_bias_gradients_are_sums_of_columns():
-    """A bias gradient is the sum of dy without further rounding, in a fixed order, and is computed only if needed."""
+    """A bias gradient is the sum of dy in fp32, in a fixed order. It is computed only if the bias is trainable."""
     layer, dy = dlp.Linear(32, 64, True, recipe="fp8_current"), torch.randn(300, 64)
     with patch.object(lazy_matrix.Summed, "sums", autospec=True, side_effect=lazy_matrix.Summed.sums) as sums:
         layer(torch.randn(300, 32)).backward(dy)
@@ -619,7 +619,8 @@ def test_bias_gradients_are_sums_of_columns():
 
 
 def test_the_gradient_of_a_layer_norms_bias_has_the_dtype_of_the_bias():
-    """weight is bf16 and bias fp32; the gradient of the bias must not be rounded to bf16 in between."""
+    """The weight is bf16 and the bias is fp32. The gradient of the bias must not be rounded to bf16 before it is
+    fp32."""
     norm = ops.LayerNorm(H, dtype=torch.bfloat16)
     norm.bias = torch.nn.Parameter(torch.zeros(H))
     sequence, x = ops.Sequential(norm, ops.GELU()), values(0, M, H).bfloat16()

@@ -1,5 +1,5 @@
-"""A complete sequence of fused ops runs as captured launches on an emulated device: with the bits of uncaptured passes,
-and one native call per pass."""
+"""All ops of an `ops.Sequential` run as captured launches on an emulated device. The bits equal those of passes that
+are not captured, and each pass is one native call."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_both_gradients_of_a_gate_are_cast_in_one_launch(recipe: str, launched: 
 
 
 def test_a_kernel_from_outside_still_casts_each_gradient_of_a_gate(launched: list[list[str]]):
-    """If a user has registered a kernel for the cast, dlp does not cast both gradients of the gate in its single
-    launch, which would bypass the user's kernel."""
+    """If a user has registered a kernel for the cast, this kernel casts the two gradients of the gate separately. dlp
+    must not use its own kernel, which casts both in one launch."""
     ours = table.choose("cast_fp8_block_both", torch.zeros(1, 1), (1, 128), torch.float8_e4m3fn)
     with registered(replace(ours, name="mine", run=lambda *given, **more: ours.run(*given, **more))):
         pair = slow_pair("fp8_block")
@@ -148,8 +148,8 @@ def test_norms_and_activations_are_launched_with_the_rest(act: str):
 
 
 class Branches(nn.Module):
-    """Block of two sequences: the first returns the normed values as an extra output, and the GEMM of the second adds into
-    these values."""
+    """Two `ops.Sequential`: the first returns the output of its norm as an extra output, and the GEMM of the second
+    adds into this tensor."""
 
     def __init__(self, bias: bool, recipe: str) -> None:
         super().__init__()
@@ -388,8 +388,8 @@ def test_saved_tensors_that_come_back_otherwise_are_read_as_they_are():
 
 
 def test_a_forward_that_records_is_another_one():
-    """A forward that records amaxes (in training) is captured separately from others even if no gradient is needed,
-    because only its amaxes count for delayed scales."""
+    """A forward that records amaxes (in training) is captured separately from a forward that does not, even if no
+    gradient is needed, because only recorded amaxes count for delayed scales."""
     model = ops.Sequential(ops.Linear(K, K, bias=False, recipe="fp8_delayed")).bfloat16().requires_grad_(False)
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
     model(torch.zeros(M, K, dtype=torch.bfloat16))

@@ -107,7 +107,7 @@ def test_a_fusion_is_told_the_recipe_of_the_first_linear():
 
 def test_extra_tensors_pass_groups_in_their_order():
     """Extra inputs and outputs are in the order of the ops, although a plain module and an op with hooks split the
-    sequence into separately fused groups."""
+    `ops.Sequential` into separately fused groups."""
     hooked = ops.AddExtraInput()
     hooked.register_forward_hook(lambda *args: None)
     model = ops.Sequential(
@@ -298,8 +298,8 @@ def test_a_traced_layer_norm_has_the_bits_of_ops_one_by_one(recipe: str, program
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_cast_computes_a_layer_norm_unless_it_reads_stored_values(recipe: str):
-    """If the cast computes the norm, the kernel of the norm computes only mean and rstd, which the backward needs, and
-    stores no y."""
+    """If the cast computes the norm, the kernel of the norm computes only mean and rstd, which the backward needs,
+    and stores no y. With bf16, nvfp4 and int8 the kernel stores y."""
     model = ops.Sequential(ops.LayerNorm(128), linear(recipe, 128), ops.GELU(), ops.LayerNorm(128), linear(recipe, 128))
     with emulation(), recorded() as launched:
         model.bfloat16()(values(0, 128, 128).bfloat16())
@@ -312,8 +312,8 @@ STORED = "stores y, which the cast of"
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_plan_says_which_outputs_casts_read_from_memory(recipe: str):
-    """Casts of bf16 to E4M3 can compute norms and SwiGLU. The outputs of all other activations are stored, and the plan
-    says so."""
+    """The plan names each output that a cast reads from memory, and the reason: no cast computes the activation, the
+    casts of the recipe (nvfp4, int8) read stored values, or x is not bf16."""
     model = ops.Sequential(
         ops.LayerNorm(H), linear(recipe), ops.GELU(), linear(recipe), ops.RMSNorm(H), linear(recipe)
     ).bfloat16()

@@ -1,4 +1,4 @@
-"""Hand-overs of quantized tensors, for every recipe: within one sequence and between two, eager and compiled.
+"""Hand-overs of quantized tensors, for every recipe: within one `ops.Sequential` and between two, eager and compiled.
 
 A hand-over means: the producer returns x or dy quantized, and the linear that reads the tensor casts nothing. Results
 and gradients are bitwise equal to the same model without hand-over. Where nothing is handed over, the plan states the
@@ -39,8 +39,9 @@ PADDED = "pads [48, 64] to complete blocks"
 class TwoLinears(nn.Module):
     """Two linears, and between them the ops that hand over x of `last` and dy of `first`.
 
-    where    "one sequence": a user-defined op quantizes; "by recipe", "by reader": a Quantize at the end of a first sequence
-             quantizes x, a Quantize at the start of a second sequence quantizes dy
+    where    "one sequence": a user-defined op between the linears quantizes x and dy. "by recipe" and "by reader": a Quantize
+             at the end of a first `ops.Sequential` quantizes x, and a Quantize at the start of a second `ops.Sequential`
+             quantizes dy. The Quantize gets the recipe or the reading linear
     handed   False: the same ops return high precision
     """
 
@@ -66,8 +67,8 @@ class TwoLinears(nn.Module):
 
 
 class Found(NamedTuple):
-    """Results of three steps; the casts of x and dy that linears ran, as ("x" or "dy", name of the linear); and the
-    plans."""
+    """Results of three steps, casts of x and dy that the linears ran, and plans. A cast is ("x" or "dy", "first" or
+    "last")."""
 
     tensors: list[Tensor]
     casts: set[tuple[str, str]]
@@ -149,8 +150,8 @@ BY_DAY = [
 def test_compiled_code_hands_over_x_and_the_plan_says_why_not_dy(
     recipe: str, where: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Compiled code with hand-over has the bits of eager code with and without. x of `last` is cast only once, by the
-    op before."""
+    """Compiled code with hand-over has the bits of eager code with and without hand-over. x of `last` is cast by the
+    op before `last`, and not by `last`, except for fp8_delayed by recipe, where `last` casts x."""
     torch._dynamo.reset()
     found = trained(TwoLinears(recipe, where, True), True, monkeypatch)
     for handed in (True, False):
@@ -168,7 +169,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 
 
 class Changed(nn.Module):
-    """Module that modifies the tensor that Quantize returned, in the way `how`."""
+    """Module that modifies the tensor that Quantize returned, by the function `CHANGES[how]`."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -246,7 +247,7 @@ class Block(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mxfp8", *map(nightly, ("fp8_current", "fp8_delayed", "fp8_block"))])
 def test_compiled_code_hands_over_any_number_of_tokens(recipe: str, casts_of_x: list[str]):
-    """The results are those of the linear alone."""
+    """Compiled with dynamic shapes, a Quantize and its linear have the bits of the eager linear without Quantize."""
     torch._dynamo.reset()
     linear = ops.Linear(C, C, recipe=recipe)
     dlp.attach(linear, torch.optim.SGD(linear.parameters(), 0.1))

@@ -1,4 +1,4 @@
-"""Models that are split into several sequences, and the quantized tensors that sequences pass to each other."""
+"""Models that are split into several `ops.Sequential`, which pass quantized tensors to each other."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_quantized_tensor_goes_to_the_next_sequence_and_is_cast_once(
 
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_block", "mxfp8"])
 def test_split_sequences_compute_what_torch_does(recipe: str):
-    """The results are within the rounding of the recipe."""
+    """Outputs and gradients differ from those of torch by at most the rounding of the recipe."""
     torch.manual_seed(0)
     norm, fc1 = (
         ops.Sequential(ops.LayerNorm(128), ops.Quantize(recipe=recipe)),
@@ -130,7 +130,7 @@ def test_a_quantized_gradient_goes_back():
 @pytest.mark.parametrize("inside", [False, True], ids=["two sequences", "one"])
 def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
     torch.manual_seed(0)
-    recipes = "fp8_block", "fp8_rowwise" if inside else "fp8_block"  # the linears of one sequence differ in recipe
+    recipes = "fp8_block", "fp8_rowwise" if inside else "fp8_block"  # `inside`: both linears are in one ops.Sequential
     first = ops.Linear(128, 128, recipe=recipes[0], output="quantized")
     second = ops.Linear(128, 128, recipe=recipes[1], grad_input="quantized")
     plain = [ops.Linear(128, 128, recipe=recipe) for recipe in recipes]
@@ -162,7 +162,8 @@ def test_a_linear_hands_on_y_and_dx_quantized(inside: bool):
 
 
 class Halved(ops.BasicOperation):
-    """Multiply the input by 0.5. If `quantizes`, the op quantizes for the neighbouring ops."""
+    """Op that multiplies its input by 0.5. If `quantizes`, the op returns x quantized for the next linear and dy
+    quantized for the previous linear."""
 
     def __init__(self, quantizes: bool) -> None:
         super().__init__()

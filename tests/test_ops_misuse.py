@@ -29,7 +29,7 @@ def values(seed: int, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("put", ["setattr", "modules"])
 def test_a_module_that_is_put_in_the_place_of_another_runs(put: str):
-    """Users replace layers of a model by name in this way."""
+    """Users replace a layer of a model with setattr or in `_modules`. The new layer runs in place of the old one."""
     model, x = ops.Sequential(ops.GELU(), ops.Linear(H, H)), values(0)
     model(x)
     other = ops.Linear(H, H)
@@ -43,8 +43,8 @@ def test_a_module_that_is_put_in_the_place_of_another_runs(put: str):
 
 
 def test_extra_tensors_of_a_sequence_in_a_sequence():
-    """Extra inputs and outputs of an inner sequence are extra inputs and outputs of the outer sequence. An extra output
-    is not mistaken for the second output of siblings."""
+    """Extra inputs and outputs of an inner `ops.Sequential` are extra inputs and outputs of the outer
+    `ops.Sequential`. An extra output is not mistaken for the second output of siblings."""
     inner = ops.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput())
     model, x, extra = ops.Sequential(ops.Identity(), inner, ops.SwiGLU()), values(0), values(1)
     y, kept = model(x, extra)
@@ -162,8 +162,8 @@ def test_an_op_that_is_set_otherwise_is_fused_otherwise():
 
 
 class Own(ops.BasicOperation):
-    """User-defined op that doubles its input. The functions `forward` and `backward`, if given, return other results, for
-    example wrong ones."""
+    """User-defined op that doubles its input. The functions `forward` and `backward`, if given, replace its
+    computations, for example by wrong ones."""
 
     def __init__(self, forward: Any = None, backward: Any = None) -> None:
         super().__init__()
@@ -397,8 +397,8 @@ def test_an_op_whose_weight_is_computed_is_refused(op: Any):
 
 @pytest.mark.parametrize("make", [lambda: ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H)), lambda: dlp.Linear(H, H)])
 def test_a_penalty_on_a_gradient_is_refused(make: Any):
-    """A second derivative is refused, because the gradient would be a constant in the graph. The test adds another term to
-    the loss, which could hide this."""
+    """A second derivative is refused, because dx would be a constant in the graph, and the penalty on dx would have
+    no effect. The loss also has the term y.sum(), with which backward would otherwise run without an error."""
     model, x = make(), values(0).requires_grad_()
     y = model(x)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)

@@ -114,7 +114,7 @@ def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, ne
 
 @pytest.mark.parametrize("siblings", [False, True], ids=["", "siblings"])
 def test_states_of_sequences_of_ops_load_and_go_back(siblings: bool):
-    """In TE a Linear is two basic ops, each op has an `_extra_state`, and siblings are one tensor."""
+    """In the state of TE a Linear is two basic ops, each op has an `_extra_state`, and siblings are one tensor."""
     model = nn.ModuleDict({"mlp": ops.Sequential(
         ops.LayerNorm(H), ops.Linear(H, (FFN, FFN) if siblings else 2 * FFN), ops.SwiGLU(),
         ops.BasicLinear(FFN, (H, H) if siblings else 2 * H), ops.GLU(),
@@ -138,8 +138,8 @@ def test_states_of_sequences_of_ops_load_and_go_back(siblings: bool):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_q_k_and_v_of_transformer_engine_may_be_one_tensor(interleaved: bool):
-    """4 heads with 8 features in 2 groups. Interleaved: q, k and v of each group in turn; else all q, then all k, then
-    all v."""
+    """The layer has 4 heads of 8 features in 2 groups. Interleaved, the tensor has q, k and v of each group in turn;
+    otherwise it has all q, then all k, then all v."""
     layer, qkv = ops.TransformerLayer(H, FFN, 4, 2, bias=False), "self_attention.layernorm_qkv.weight"
     state = ops.to_te(layer, fuse_qkv_params=True, qkv_weight_interleaved=interleaved)
     q, k, v = (getattr(layer.qkv[1], f"weight_{i}").detach() for i in range(3))

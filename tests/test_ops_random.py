@@ -1,5 +1,5 @@
-"""Random sequences of ops: with fusions they have the results of the basic ops, also under a dispatch mode and on token
-shards."""
+"""Random `ops.Sequential`: with fusions their results equal the results of the basic ops, also under a dispatch mode
+and on token shards."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def on_shards(tp: Any) -> list[Callable[[], Ops]]:
 
 
 def drawn(draw: random.Random, those: Sequence[Callable[[], Ops]]) -> ops.Sequential:
-    """Draw a sequence of one to six ops (or groups of ops) from `those`, and freeze some of the parameters."""
+    """Draw an `ops.Sequential` of one to six entries of `those` (each entry is an op or a group of ops), and freeze
+    some of the parameters."""
     model = ops.Sequential(*[op for _ in range(draw.randint(1, 6)) for op in draw.choice(those)()])
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
@@ -117,7 +118,7 @@ def differences(seeds: range, those: Sequence[Callable[[], Ops]], watched: bool,
 
 @pytest.fixture
 def share(request: pytest.FixtureRequest) -> int:
-    """Divisor of the number of sequences that a test draws: 1 with `--all-cases`, else 3."""
+    """Divisor of the number of models that a test draws: 1 with `--all-cases`, else 3."""
     return 1 if request.config.getoption("--all-cases") else 3
 
 
@@ -126,8 +127,8 @@ def test_fused_as_op_by_op(share: int):
 
 
 def test_captured_as_launched_one_by_one(share: int):
-    """Forward and backward run four times on an emulated device, the last two times as captured launches: equal
-    bits."""
+    """Forward and backward run four times on an emulated device, the last two times as captured launches. All results
+    have the bits of a model that launches kernels one by one."""
     captured = 0
     with emulation():
         for seed in range(30 // share):

@@ -1,4 +1,4 @@
-"""dlp.ops on tp ranks: a block of ops, with and without sequence parallelism, compared with one rank; FSDP;
+"""dlp.ops on tp ranks: an MLP of ops, with and without sequence parallelism, compared with one rank; FSDP;
 conversion."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ H, FFN, M = 64, 128, 64
 
 
 def block(tp: Any = None, recipe: str = "bf16", sp: bool = False, siblings: bool = True) -> ops.Sequential:
-    """Return the sequence norm, gate and up, SwiGLU, down, with equal weights on all ranks. `siblings`: gate and up are two
-    weights; else one linear of FFN features."""
+    """Return an `ops.Sequential` of norm, gate and up, SwiGLU and down, with equal weights on all ranks. `siblings`:
+    gate and up are two weights of one linear; otherwise the linear has one weight with FFN rows."""
     torch.manual_seed(0)
     more: dict[str, Any] = {"recipe": recipe}
     column = more | (
@@ -74,8 +74,8 @@ def refused_batch() -> str:
 
 @pytest.mark.ranks(2)
 def test_a_batch_behind_a_norm_is_no_token_shard(ranks: Any):
-    """A sequence passes tensors with all their dimensions, so the linear after the norm sees the batch [2, M / 4, H], and
-    refuses it as it would outside of a sequence."""
+    """An `ops.Sequential` passes tensors with all their dimensions. The linear after the norm gets the 3-dimensional
+    batch, and refuses it as a linear outside of an `ops.Sequential` does."""
     assert all("got x of shape (2, 16, 64)" in said for said in ranks(2).run(refused_batch))
 
 
@@ -104,7 +104,7 @@ def test_a_block_is_that_of_one_rank_and_its_fusions_that_of_its_ops(recipe: str
         parts = [found[name] for found in fused]
         if sp and name in ("y", "dx"):
             parts = [torch.cat(parts)] * 2
-        # These gradients cover only the tokens of the rank; a converted model would sum them over tp
+        # Each of these gradients covers only the tokens of one rank; a converted model would sum them over tp
         if sp and name in ("d0.weight", "d3.bias"):
             parts = [parts[0] + parts[1]] * 2
         for part in parts:
@@ -167,8 +167,8 @@ def test_collectives_of_the_users_are_those_of_the_linear_beside(recipe: str, ra
 
 
 def copied() -> list[list[str]]:
-    """Copy sequences of ops that have process groups; return the class names of the copied ops. Checks that a copied op
-    shares only the process group with the original."""
+    """Copy `ops.Sequential` whose ops have process groups; return the class names of the copied ops. Checks that a
+    copied op shares only the process group with the original."""
     tp, found = worker.mesh(dp_shard=1, tp=2)["tp"], []
     row = {"tensor_parallel_mode": "row", "tensor_parallel_group": tp, "recipe": "fp8_current"}
     between = ops.Linear(H, H, sequence_parallel=True, output="quantized", grad_input="quantized", **row)
@@ -204,14 +204,15 @@ def without_a_group() -> str:
 
 @pytest.mark.ranks(2)
 def test_a_mode_without_a_group_is_refused_where_there_are_ranks(ranks: Any):
-    """In TE the mode without a group means all ranks; in dlp the layer would silently be unsharded, so the mode is
-    refused."""
+    """In TE a parallel mode without a group means all ranks. In dlp such a layer would silently be unsharded, so the
+    mode is refused."""
     for said in ranks(2).run(without_a_group):
         assert said.startswith('tensor_parallel_mode "row" needs a tensor_parallel_group with 2 ranks: pass the ranks')
 
 
 def returned_bias() -> tuple[Tensor, Tensor]:
-    """y + bias for a row-parallel linear that returns the bias, and y for one that adds it."""
+    """Return y + bias of a row-parallel linear that returns the bias, and y of a row-parallel linear that adds the
+    bias."""
     mesh, found = worker.mesh(dp_shard=1, tp=2), []
     for apart in (True, False):
         torch.manual_seed(0)
@@ -229,9 +230,10 @@ def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
 
 
 def handed_over(recipe: str, by_reader: bool) -> tuple[list[dict[str, Tensor]], str, list[str], list[list[str]]]:
-    """Return the weight gradients for token shards x and dy that arrive quantized with scales agreed over tp, and for x and
-    dy in high precision; the message about scales that are not agreed; the gathered operands; and the casts of the
-    linears."""
+    """Run a column- and a row-parallel linear on token shards: first with x and dy that Quantize has quantized with
+    scales agreed over tp, then with x and dy in high precision. Return the weight gradients of both runs; the message
+    about scales that are not agreed ("": there is none); the gathered operands; and the casts of the linears in each
+    run."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group, rank, sent, found = mesh["tp"].get_group(), mesh["tp"].get_local_rank(), list[str](), list[Any]()
     casts: list[list[str]] = []
@@ -290,8 +292,9 @@ def test_codes_that_came_are_gathered_as_they_are(recipe: str, by_reader: bool, 
 
 
 def compiled(recipe: str, sp: bool) -> tuple[list[list[Tensor]], list[list[str]]]:
-    """Results of two compiled steps of a column- and a row-parallel linear, each after a user-defined op that quantizes or does
-    not, and of a `Quantize` after the column-parallel linear; and the casts of x and dy that linears ran."""
+    """Run two compiled steps of a user-defined op, a column-parallel linear, a Quantize and a row-parallel linear,
+    first so that the op and the Quantize quantize, then so that they do not. Return for both runs the results, and
+    the casts of x and dy that the linears ran."""
     tp, rank = worker.mesh(dp_shard=1, tp=2)["tp"], torch.distributed.get_rank()
     more = {"tensor_parallel_group": tp, "sequence_parallel": sp, "recipe": recipe, "bias": False}
     tokens = slice(rank * M // 2, (rank + 1) * M // 2) if sp else slice(None)
@@ -358,7 +361,7 @@ def of_a_user(recipe: str, sp: bool, quantizes: bool) -> tuple[dict[str, Tensor]
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("recipe", ["fp8_current", "fp8_delayed", "fp8_rowwise", "mxfp8"])
 def test_an_op_of_a_user_casts_as_the_parallel_linear_behind_it(recipe: str, sp: bool, ranks: Any):
-    """Ranks agree on the scales, and codes are gathered unchanged."""
+    """The user-defined op quantizes with scales on which the ranks agree, and its codes are gathered unchanged."""
     for (mine, returned), (expected, _) in zip(
         ranks(2).run(of_a_user, recipe, sp, True), ranks(2).run(of_a_user, recipe, sp, False), strict=True
     ):
@@ -368,8 +371,8 @@ def test_an_op_of_a_user_casts_as_the_parallel_linear_behind_it(recipe: str, sp:
 
 
 def refused() -> list[str]:
-    """Return the messages that refuse SwiGLU after a single column-parallel linear: for both classes of linears, and also
-    with ops in between that keep the features."""
+    """Return the messages that refuse SwiGLU after a single column-parallel linear. The linear is a Linear or a
+    BasicLinear, and is followed by SwiGLU directly or after ops that keep the number of features."""
     column = {"tensor_parallel_mode": "column", "tensor_parallel_group": worker.mesh(dp_shard=1, tp=2)["tp"]}
     said = []
     for linear in (ops.Linear, ops.BasicLinear):
@@ -434,7 +437,8 @@ def test_a_sharded_and_converted_sequence_trains(recipe: str, ranks: Any):
 
 
 def programs_on_shards() -> list[str]:
-    """Run models under FSDP with recomputed parts; return the names of results whose bits differ from one rank."""
+    """Run models under FSDP with recomputation; return the names of results whose bits differ from the unsharded
+    model without recomputation."""
     mesh, wrong = worker.mesh(dp_shard=2, tp=1), list[str]()
     for name, program in PROGRAMS.items():
         torch.manual_seed(0)
@@ -593,7 +597,7 @@ ON_SHARDS = [
 
 
 def shards_step(case: Shards, recipe: str, used: str, basic: bool) -> dict[str, Tensor]:
-    """Return y, dx and all gradients, including that of the extra input. `used`: the outputs from which backward
+    """Return y, dx and the gradients of parameters and of the extra input. `used`: the outputs from which backward
     starts."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     more = {"tensor_parallel_group": mesh["tp"], "sequence_parallel": True, "recipe": recipe}
@@ -631,7 +635,7 @@ def fusions_on_shards(recipe: str) -> list[str]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", few(RECIPES, ("nvfp4",)))
 def test_every_fusion_on_token_shards_equals_its_basic_ops(recipe: str, ranks: Any):
-    """Cases also include outputs, or extra outputs, that are not used."""
+    """The cases with an extra output also run backward from the output alone and from the extra output alone."""
     assert ranks(2).run(fusions_on_shards, recipe) == [[], []]
 
 
@@ -647,7 +651,7 @@ MODULES: dict[str, Any] = {
 
 
 def te_state(kind: str) -> dict[str, Tensor]:
-    """State dict as one rank of Transformer Engine saves it, with unsharded tensors."""
+    """Return a state dict as one rank of Transformer Engine saves it, with unsharded tensors."""
     shapes = {name: tensor.shape for name, tensor in ops.to_te(MODULES[kind]()).items()}
     return {name: values(i, *shape) / 8 for i, (name, shape) in enumerate(shapes.items())}
 
@@ -677,8 +681,8 @@ def module_step(kind: str, model: nn.Module, rank: int | None = None) -> dict[st
 
 
 def module_on_ranks(kind: str, recipe: str, compiled: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """Results of a module that has loaded full tensors, then saved shards; and names of shards that the round trip
-    changed."""
+    """Load unsharded tensors into a module, save its shards, and load these shards again. Return the results of one
+    step of the module, and the names of the shards that the second load changed."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = MODULES[kind](tp_group=mesh["tp"], sequence_parallel=True, recipe=recipe)
     model.load_state_dict(ops.from_te(model, te_state(kind)))
@@ -712,7 +716,7 @@ def test_a_module_on_token_shards_is_that_of_one_rank(kind: str, recipe: str, co
         if name.startswith(("y", "dx")):
             dims = [dim for dim, size in enumerate(tensor.shape) if size != pair[0].shape[dim]]
             found = torch.cat(pair, dims[0]) if dims else pair[0]
-        # Gradients that differ cover only the tokens of the rank; a converted model would sum them over tp
+        # A gradient that differs between ranks covers only the tokens of one rank; a converted model would sum it over tp
         else:
             found = pair[0] if torch.equal(*pair) else pair[0] + pair[1]
         # Softmax ignores a bias that is equal for all keys, so the gradient is only rounding
@@ -723,7 +727,7 @@ def test_a_module_on_token_shards_is_that_of_one_rank(kind: str, recipe: str, co
 
 
 def begun_anew() -> dict[str, Tensor]:
-    """Values after `reset_parameters` on ranks that draw different random numbers."""
+    """Return the unsharded parameters after `reset_parameters`, on ranks that draw different random numbers."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     mlp = ops.LayerNormMLP(H, FFN, activation="swiglu", set_parallel_mode=True, tp_group=mesh["tp"])
     torch.manual_seed(100 + torch.distributed.get_rank())
@@ -749,7 +753,8 @@ def test_parameters_that_begin_anew_are_those_of_one_rank(ranks: Any):
 
 
 def hooked() -> list[str]:
-    """Names of the hooks that are called: a hook of an op of converted linears, and a hook of one of these linears."""
+    """Return the names of the hooks that were called, in order. First `ops.Converted` has a hook ("op"), and then one
+    of its two linears has a hook as well ("up")."""
     model, seen = nn.ModuleDict({"gate": nn.Linear(H, H), "up": nn.Linear(H, H)}), list[str]()
     dlp.convert(model, [dlp.LayerGroup("all", ["gate", "up"], siblings=True)], worker.mesh(dp_shard=1, tp=1))
     both = ops.Converted(model["gate"], model["up"])

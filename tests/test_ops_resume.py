@@ -59,7 +59,7 @@ class Run:
 
 
 def program(name: str, mesh: Mapping[str, int], seed: int) -> nn.Module:
-    """A program whose parts are sharded separately; on one rank the program is unsharded."""
+    """Return a program whose parts are sharded separately. On one rank the program is unsharded."""
     torch.manual_seed(seed)
     with patch.object(ops_programs, "RECIPE", RECIPES[name]):
         model = PROGRAMS[name]()
@@ -69,7 +69,7 @@ def program(name: str, mesh: Mapping[str, int], seed: int) -> nn.Module:
 
 
 def flat(run: Run) -> dict[str, Tensor]:
-    """An unsharded copy of the state of a program."""
+    """Return an unsharded copy of the state of a program."""
     return {f"{kind} {key}": whole(tensor).clone() for kind, its in run.state().items() for key, tensor in its.items()}
 
 
@@ -112,7 +112,7 @@ def test_programs_that_are_killed_go_on_with_the_same_bits(ranks: Any, tmp_path:
 
 
 class OnTokens(nn.Module):
-    """norm, gate and up, SwiGLU, down, on token shards if there is tp."""
+    """The modules norm, gate and up, SwiGLU, down; they run on token shards if there is tp."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ class OnTokens(nn.Module):
 
 
 def moved(folder: Path, tp: int, step: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Run one step of a block on this mesh, from the saved state unless it is the first step; return the states
-    before (if there is one) and after the step, and y. The state after the step is saved."""
+    """Run one optimizer step of OnTokens on `tp` ranks, from the saved state unless `step` is 0, and save the state
+    after the step. Return the loaded state (if any) and the state after the step in one dict, and y."""
     mesh = worker.mesh(dp_shard=1, tp=tp)
     model = OnTokens(mesh)
     dlp.convert(model, [dlp.LayerGroup("all", "inner.*", recipe="fp8_delayed", sequence_parallel=tp > 1)], mesh)

@@ -1,6 +1,7 @@
 """Settings of ops that change between a forward and its backward: the backward uses the settings of the forward.
 
-Other tests here check constant factors of gradients, which the losses of a training run would not show.
+Other tests in this file check constant factors of gradients. The losses of a training run would not show a wrong
+factor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dlp import ops
 from tests.metrics import assert_bit_equal
 from tests.ops_models import FFN, H, M, Watched, values
 
-# function that makes the ops, index of the op that changes, changed attributes
+# name of the case -> (function that makes the ops, index of the op that changes, changed attributes)
 CHANGES: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "scale": (lambda: [ops.GELU(), ops.ConstantScale(2.0)], 1, {"scale": 5.0}),
     "scale of a linear": (lambda: [ops.BasicLinear(H, H), ops.ConstantScale(2.0)], 1, {"scale": 5.0}),
@@ -69,7 +70,7 @@ def test_a_backward_has_the_settings_of_its_forward(case: str):
 
 
 def test_a_forward_has_the_settings_of_its_time():
-    """Two forwards run with a change in between, and then both backwards."""
+    """Two forwards run, between which a setting changes, and then both backwards."""
     op = ops.ConstantScale(2.0)
     model = ops.Sequential(ops.BasicLinear(H, H), op)
     x = [values(1, M, H).requires_grad_() for _ in range(2)]

@@ -81,7 +81,7 @@ def mlp_like(model: nn.Module) -> ops.Sequential:
 @pytest.mark.parametrize("program", of_these(("Quantized", "Branching", "OwnOp", "OwnFusion"), PROGRAMS))
 @restored_fusions()
 def test_programs_of_users_compile(program: str):
-    """The graph contains the basic ops. A region inside of compiled code is refused."""
+    """The compiled model gives the results of the eager model. dlp.autocast inside of compiled code is refused."""
     ops.register_forward_fusion(fuse_scale_add, prepend=True)
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -139,7 +139,8 @@ CHANGED = {"appended": _appended, "hooked": _hooked, "put": _put, "copied": lamb
 
 @pytest.mark.parametrize("how", CHANGED)
 def test_what_was_changed_compiles_before_it_has_run(how: str):
-    """The changes are ops added or replaced in a sequence, added hooks, and a copy of an op."""
+    """A model compiles although it has not run since the change: an op appended to or replaced in an
+    `ops.Sequential`, a hook added to an op, or a copy of an op."""
     torch._dynamo.reset()
     model = CHANGED[how]()
     other = copy.deepcopy(model)
@@ -149,8 +150,8 @@ def test_what_was_changed_compiles_before_it_has_run(how: str):
 
 @pytest.mark.parametrize("recipe", [nightly("bf16"), "fp8_current"])
 def test_ops_are_recomputed_inside_of_compiled_code(recipe: str):
-    """Compiled code can recompute ops. Ops must have no side effects in tracing, because torch would otherwise refuse to trace
-    the checkpoint."""
+    """Compiled code can recompute ops. torch traces a checkpoint only if the traced code has no side effects, so ops
+    must have none in tracing."""
     torch._dynamo.reset()
     model = mlp(recipe)
     expected = run(model)

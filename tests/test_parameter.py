@@ -30,7 +30,7 @@ HELD = [name for name in RECIPES if not caps_of(recipes.load(name).w.rowwise).sl
 
 
 def linear(recipe: str, dynamic: bool = True) -> tuple[nn.Linear, torch.Tensor]:
-    """A linear with a quantized weight, and an x for it."""
+    """Return a linear with a quantized weight, and an x for the linear."""
     torch.manual_seed(0)
     made, chosen = nn.Linear(128, 256, dtype=torch.bfloat16), recipes.load(recipe)
     quantized = QuantizedParameter.from_float(made.weight, chosen.w.rowwise, chosen.x.rowwise if dynamic else None)

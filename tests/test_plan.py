@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused_by_name(groups, options, message):
 
 
 def scope(recipe: str, tp: int, scope: str = "all") -> dict[str, list[str]]:
-    """Return, by layer, the notes of the plan about amax_scope: scales that depend on tp."""
+    """Return, by layer, the notes of the plan about amax_scope. A note says that scales depend on tp."""
     found = plan({**FP8, "recipe": {"name": recipe, "amax_scope": scope}}, QKV, OUT, tp=tp)
     return {
         name: [note for note in layer.notes if "amax_scope" in note]

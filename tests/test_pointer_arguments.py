@@ -6,7 +6,7 @@ import re
 
 from tests import pointer_arguments
 
-# Structs with pointers to mapped memory and host memory. Such memory does not move, so a replay does not replace them.
+# Structs with pointers to mapped memory and host memory. Such memory does not move, so a replay does not replace the pointers.
 OF_SLOTS = {"Waiting", "SlotBases"}
 
 

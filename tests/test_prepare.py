@@ -201,7 +201,7 @@ def test_sources_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ),
         ('{"body": "a", "id": 1}', ", row 2: no column text; the columns are body, id: name one with --column"),
         ('{"text": 5}', ", row 2: text is not text but 5; name another --column"),
-        ('{"text": "\\ud800"}', ", row 2: not valid text, half a character at 0; leave the row out"),
+        ('{"text": "\\ud800"}', ", row 2: not valid Unicode, an unpaired surrogate at character 0; leave the row out"),
     ):
         path.write_text(f'{{"text": "x"}}\n{line}\n')
         assert refused(tmp_path, str(path)).startswith(f"{path}{told}")

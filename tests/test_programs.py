@@ -116,7 +116,7 @@ def test_nothing_is_kept_of_tensors_that_are_gone():
 
 
 class _Watched(TorchDispatchMode):
-    """Dispatch mode that changes nothing. Under a dispatch mode a linear is opaque ops."""
+    """Dispatch mode that changes nothing. Under a dispatch mode a linear runs as opaque ops."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -156,8 +156,8 @@ def test_gradients_of_a_sum_are_expanded_and_run_without_a_program():
 
 
 def test_siblings_given_one_gradient():
-    """Two siblings get the same dy. Captured launches could not distinguish the two gradients, so this call is not
-    captured."""
+    """Two siblings get the same dy. Captured launches could not distinguish the two gradients, so such a backward is
+    not captured."""
     pair = PairedModels(lambda: dlp.Linear(K, (N, N), recipe="fp8_current"))
 
     def shared(model: nn.Module, seed: int) -> Results:

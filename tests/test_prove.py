@@ -46,7 +46,8 @@ def test_a_rank_has_its_part_of_a_tensor():
 
 @pytest.mark.parametrize("flat", [False, True], ids=["sequences", "tokens"])
 def test_a_rank_of_cp_has_its_chunks_of_each_sequence(flat: bool):
-    """Rank 1 of cp = 2 has chunks 1 and 2 of the four chunks of a sequence; tp shards the tokens or the features of these."""
+    """Rank 1 of cp = 2 has chunks 1 and 2 of the four chunks of a sequence. tp shards the tokens or the features of
+    these two chunks."""
     case = MeshCase("", dp_shard=2, cp=2, tp=2, sequences=4)
     x = torch.arange(4 * 8 * 4.0).view(4, 8, 4)  # [B, S, F]
     place = Place(case, tp=1, dp=1, cp=1).at(0)
@@ -126,7 +127,7 @@ def test_a_config_is_shrunk_with_the_same_divisibility():
 
 
 def test_a_config_keeps_as_many_blocks_as_its_groups_need():
-    """Block 0 and the last four blocks are in bf16, so at least six blocks are needed for one in nvfp4."""
+    """Block 0 and the last four blocks are in bf16, so the model needs six blocks to have one block in nvfp4."""
     config, remarks = prove.provable(load("llama3_8b_nvfp4"), prove.Size())
     assert config.model.layers == 6 and any("layers = 6," in remark for remark in remarks)
     config, _ = prove.provable(load("tiny", ["--groups.edges.match", '["layers.-40:.**"]']), prove.Size(2, 128))
@@ -156,8 +157,8 @@ def test_the_exit_code_says_whether_every_mesh_is_proved(monkeypatch, capsys, me
 
 @pytest.mark.slow
 def test_a_refusal_on_a_started_rank_is_raised_here(monkeypatch):
-    """The error is raised in this process. Here group edges matches all layers, so group default has no effect for any
-    number of layers."""
+    """An error of a started rank is raised in the process that started the rank. In this config the layer group
+    `edges` matches all layers, so the group `default` has no effect for any number of layers."""
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(torch.multiprocessing, "start_processes", start_forked)
     edges = ["--groups.edges.match", '["layers.**"]']

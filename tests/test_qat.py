@@ -24,8 +24,8 @@ NAMES = ("y", "dx", "dw", "db")
 
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, w, b and dy. Rounding the zero point of token 0 shifts its codes by a half, so that its largest value
-    is clipped. The same happens to the largest value of a group of w if it is positive."""
+    """Return x, w, b and dy. Rounding the zero point of token 0 shifts its codes by half a code, so that its largest
+    value is clipped. In each group of w, the largest value is clipped in the same way if it is positive."""
     made = torch.Generator().manual_seed(0)
     x, w, b, dy = (torch.randn(shape, generator=made) for shape in ((M, K), (N, K), (N,), (M, N)))
     x[0] = x[0].clamp(-1, 1)
@@ -56,7 +56,8 @@ def straight(t: Tensor, scaling: Any) -> Tensor:
     padded = scaling.format.padded(t).float()
     blocks, codes = padded.unflatten(1, (-1, scaling.group or padded.shape[1])), scaling.codes
     scale, zero = affine.choose_qparams_affine(blocks.detach(), (1, 1, 0), codes, symmetric=scaling.symmetric)
-    raw = blocks / scale + zero  # this factor 1 / scale in the gradient cancels the factor scale below
+    # Backward divides by scale here, which cancels the factor scale in the return statement
+    raw = blocks / scale + zero
     rounded = raw + (torch.round(blocks.detach() * (1 / scale)) + zero - raw).detach()
     return ((rounded.clamp(*codes) - zero) * scale).flatten(1)[:, : t.shape[1]].to(t.dtype)
 
@@ -101,8 +102,8 @@ def recipe_casts(recipe: dlp.Recipe) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 0)])
 def test_is_torchaos_fake_quantized_linear(bits, group):
-    """y is bitwise equal. torchao computes gradients as (g * scale) * (1 / scale), which differs by one or two units in
-    the last place."""
+    """y is bitwise equal to y of torchao. torchao computes gradients as (g * scale) * (1 / scale), so its gradients
+    differ by one or two units in the last place."""
     qat, configs = (
         pytest.importorskip("torchao.quantization.qat.linear"),
         pytest.importorskip("torchao.quantization.qat"),
@@ -125,7 +126,7 @@ def test_is_torchaos_fake_quantized_linear(bits, group):
 
 
 def test_what_was_trained_is_what_torchao_converts():
-    """The trained model has the y of the exported model after quantization, by `quantize_` of dlp and of torchao."""
+    """The trained model has the y of the exported model after `quantize_` of dlp, and after `quantize_` of torchao."""
     x, w, b, dy = tensors()
     model, plain = nn.Sequential(layer("qat", w, b)), nn.Sequential(nn.Linear(K, N))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -204,8 +205,8 @@ SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # bound for y where t
 )
 @torch.no_grad()
 def test_every_format_is_exported(weight, activation, exact):
-    """The exported model has the y of training. In bf16 this is exact only if scales are powers of two, so that
-    decoding does not round. `exact`: whether y is exact in fp32 and in bf16."""
+    """The exported model has the y of training. `exact` says for fp32 and for bf16 whether y is bitwise equal. In
+    bf16 y can be equal only if scales are powers of two, because decoding then does not round."""
     recipe, mode = dlp.recipe("qat", weight=weight, activation=activation), "dynamic"
     if activation == "none":
         mode = "weight_only"

@@ -56,7 +56,8 @@ def test_a_profile_names_what_the_linears_of_a_fuser_do(watched: bool):
 
 @pytest.mark.usefixtures("emulated")
 def test_captured_directions_of_a_fuser_have_a_range_each():
-    """The captured launches of a pass run as one call, so they have one range, whose name contains the linears."""
+    """The captured launches of a pass run as one call, so the pass has one range. The name of the range contains the
+    names of the linears."""
     model = block()
     for _ in range(3):
         in_a_fuser(model)
@@ -65,7 +66,8 @@ def test_captured_directions_of_a_fuser_have_a_range_each():
 
 
 def block() -> nn.Module:
-    """Return an `nn.Sequential` of one sequence of ops, as part of an attached model, so that the linears have names."""
+    """Return an `nn.Sequential` of one `ops.Sequential`. It is a part of an attached model, so that the linears have
+    names."""
     more = {"recipe": "fp8_current", "bias": False, "dtype": torch.bfloat16}
     inner = ops.Sequential(
         ops.RMSNorm(128), ops.Linear(128, (128, 128), **more), ops.SwiGLU(), ops.Linear(128, 128, **more)

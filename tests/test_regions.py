@@ -1,5 +1,5 @@
-"""State (scales, random counters) of a forward in an autocast region: the backward and the recomputation of this forward use
-the state, and no other forward does. No ranks."""
+"""Each forward in an autocast region has a state (scales, random counters). The backward and the recomputation of
+this forward use this state, and no other forward uses it. No ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def again(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def again_watched(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run the function in a selective checkpoint, whose dispatch mode makes a linear run as opaque ops."""
+    """Run the function in a selective checkpoint. The dispatch mode of the checkpoint makes a linear run as opaque
+    ops."""
     saved = [torch.ops.aten.add.Tensor]
     return checkpoint(function, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(saved))
 
@@ -75,8 +76,8 @@ def test_an_evaluation_in_a_region_leaves_nothing_to_a_step_outside():
 
 
 def results(runs: list[Callable[[Tensor], Tensor]], linear: nn.Module, order: list[int], wrap: Wrap) -> list[Tensor]:
-    """Run all forwards, with x of very different magnitudes, and then their backwards in the given order; return dx and
-    the gradients of the parameters for each."""
+    """Run all forwards, with x of very different magnitudes, and then the backwards in the order `order`. Return, for
+    each backward, dx and the gradients of the parameters."""
     xs = [matrix("gauss", SIZE, SIZE, seed) * factor for seed, factor in ((1, 1.0), (2, 1024.0), (3, 1e-2))]
     xs = [x.requires_grad_() for x in xs]
     ys = [wrap(run, x) for run, x in zip(runs, xs, strict=True)]
@@ -89,7 +90,8 @@ def results(runs: list[Callable[[Tensor], Tensor]], linear: nn.Module, order: li
 
 
 def inside(linear: Linear, recipe: Any = None) -> Callable[[Tensor], Tensor]:
-    """Return a function that enters a region and runs the layer: for checkpoints around the region."""
+    """Return a function that enters a region and runs the layer. Tests put a checkpoint around this function, so the
+    region is inside of the checkpoint."""
 
     def run(x: Tensor) -> Tensor:
         with dlp.autocast(recipe=recipe):
@@ -122,8 +124,8 @@ def test_each_forward_has_its_own_delayed_scales_in_backward_and_in_recomputatio
 
 
 def test_a_checkpoint_in_a_checkpoint_repeats_its_own_forward():
-    """With nested checkpoints, the recomputation by the outer one runs the layer in a new inner one; both must use the
-    state of the original forward."""
+    """With nested checkpoints, the recomputation of the outer checkpoint runs the layer in a new inner checkpoint,
+    which recomputes the layer again. Both recomputations must use the state of the original forward."""
     found = []
     for inner, outer in ((directly, directly), (again, again)):
         linear = layer()
@@ -166,7 +168,7 @@ def test_a_backward_after_another_region_casts_w_by_the_scale_of_its_own_forward
     first = run(x.requires_grad_())
     with torch.no_grad():
         linear.weight.data = linear.weight * 1e-3
-    # When this region ends, the scale of w grows by a factor of 1000: far too large for w of the first forward
+    # When this region ends, the scale of w grows by a factor of 1000, which is far too large for w of the first forward
     run(x)
     with torch.no_grad():
         linear.weight.data = linear.weight * 1e3
@@ -232,7 +234,7 @@ def test_a_reentrant_checkpoint_in_a_region_is_refused_and_one_outside_is_not():
 
 
 def played_graph(model: nn.Module, x: Tensor) -> None:
-    """Run the warm-up of `torch.cuda.make_graphed_callables`, whose dy is uninitialized memory. Here dy is Inf."""
+    """Run the warm-up of `torch.cuda.make_graphed_callables`. torch uses uninitialized memory as dy; here dy is Inf."""
     for _ in range(3):
         y = model(x)
         torch.autograd.grad(y, list(model.parameters()), torch.full_like(y, float("inf")))
@@ -279,8 +281,8 @@ def test_a_recipe_that_a_graph_holds_is_not_swapped(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_weight_of_a_graphed_layer_is_scaled_by_what_it_has_become():
-    """Replays are not forwards for dlp. The step boundary must observe and scale the weight of a graphed layer
-    anyway."""
+    """A replay of a CUDA graph is not a forward for dlp. The step boundary must nevertheless observe the weight of a
+    graphed layer and update the scale."""
     model = nn.Sequential(layer())
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     dlp.attach(model, optimizer)
@@ -322,8 +324,8 @@ optimizer.step()
 
 @pytest.mark.slow
 def test_a_torch_that_was_built_for_cuda_trains_where_there_is_no_driver():
-    """A torch that is built for CUDA raises if it is asked about a running capture on a machine without a driver.
-    Training must work there."""
+    """torch.cuda.is_current_stream_capturing of a CUDA build raises on a machine without a driver. Training must work
+    there."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_A_DRIVER], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -345,8 +347,8 @@ def in_region(model: nn.Module, recipe: Any, steps: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("recipe", [None, DELAYED, dlp.recipe("fp8_delayed", margin=1)])
 def test_scales_of_regions_are_saved_without_a_step_boundary(recipe):
-    """A checkpoint contains the scales of regions, with the names that they have after `dlp.attach`. If the recipe is
-    given only by the region, loaded scales take effect when the region runs."""
+    """A checkpoint contains the scales of regions, under the names that they have after `dlp.attach`. If only the
+    region gives a recipe, loaded scales take effect when a forward runs in the region."""
     model, resumed, lone = of_two(), of_two(), Linear(SIZE, SIZE, recipe=DELAYED)
     in_region(model, recipe, 2)
     saved = dlp.state_dict(model)
@@ -382,7 +384,8 @@ def sequence(recipe: str) -> ops.Sequential:
 def test_a_region_that_quantizes_nothing_says_so(
     make: Any, recipe: str, options: dict[str, Any], said: bool, caplog: pytest.LogCaptureFixture
 ):
-    """The message appears once, for autocast around a forward and for quantized_model_init around the constructor."""
+    """autocast without a recipe around forwards of a bf16 layer logs one message. quantized_model_init around the
+    constructor logs one message if it is enabled and no weight is quantized."""
     model = make(recipe)
     with caplog.at_level("WARNING", "dlp"):
         for _ in range(2):

@@ -24,8 +24,8 @@ def attempt(store: dist.Store, order: list[int]) -> set[str]:
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["rank 0 first", "rank 0 last"])
 def test_each_attempt_agrees_on_a_name_of_its_own(order):
-    """A rank that starts before rank 0 finds only the keys of the earlier attempt, which may have had another number of
-    ranks. The rank must wait for the keys of the new attempt."""
+    """If a rank starts before rank 0, the store has only the keys of the earlier attempt, which may have had another
+    number of ranks. The rank must wait for the keys of the new attempt."""
     store = dist.HashStore()
     names = [attempt(store, ranks) for ranks in ([0, 1], order, order, [1, 0])]
     assert [len(each) for each in names] == [1, 1, 1, 1] and len(set.union(*names)) == 4

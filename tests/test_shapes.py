@@ -103,8 +103,8 @@ def test_a_pair_is_decoded_to_bf16_where_that_is_exact(kernel, left, right, dtyp
     [("fp8_current", True, "bfloat16"), ("fp8_rowwise", False, "float32"), ("mxfp8", False, "bfloat16")],
 )
 def test_scales_beside_bf16_values_are_in_the_problem(weights, alpha, out):
-    """If w is quantized and x is bf16, a scale per tensor is the factor `alpha` of the GEMM; scales per row are applied
-    to its fp32 result afterwards."""
+    """If w is quantized and x is bf16, a scale per tensor is the factor `alpha` of the GEMM. Scales per row are
+    applied after the GEMM, to its fp32 result."""
     plan = dlp.make_plan(
         nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16)),
         [{"name": "all", "match": ["*"], "recipe": replace(load_recipe("bf16"), w=load_recipe(weights).w)}], tp=1,

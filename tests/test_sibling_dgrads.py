@@ -1,4 +1,5 @@
-"""Summed dgrads of siblings as one GEMM: for which operands, by chunks of rows, in a layer, and in the plan."""
+"""Dgrads of siblings that one GEMM computes and sums: operands for which this is possible, GEMMs on chunks of rows, a
+layer, and the plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The first sibling that is called computes the outputs of all siblings. The others return these outputs, or compute
-again if they would be wrong."""
+"""The first sibling that is called computes the outputs of all siblings. The other siblings return these outputs, or
+compute again if the outputs would be wrong, for example because x has changed."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_another_tensor_is_refused_by_name(three):
 @pytest.mark.parametrize("hooked", NAMES)
 def test_a_full_backward_hook_on_one_changes_nothing(three, hooked):
     """For a module with a full backward hook, torch passes another tensor object with the memory of x. The siblings
-    must recognize it as x."""
+    must recognize this tensor as x."""
     expected, seen = values(0).requires_grad_(), []
     sum(3**i * three.exact(name, expected).sum() for i, name in enumerate(NAMES)).backward()
     gradients = {name: getattr(three, name).weight.grad.clone() for name in NAMES}

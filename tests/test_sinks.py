@@ -47,7 +47,8 @@ def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
 
 @contextmanager
 def room(nbytes: int) -> Iterator[None]:
-    """Context that limits the size of every file to `nbytes`; longer writes are cut, as on a full disk."""
+    """Context that limits the size of every file to `nbytes`. A write beyond the limit is truncated, as on a full
+    disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:

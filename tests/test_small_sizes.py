@@ -21,12 +21,13 @@ from tests.metrics import relative_error
 from tests.quantizers import RECIPES, quantize
 
 PAIRS = list({recipe.operands(which): None for recipe in RECIPES for which in GEMMS})  # each pair of quantizers once
-WORST = 0.3  # relative error of the coarsest format; uninitialized memory or a missing term causes much larger errors
+# Bound on the relative error, for the coarsest format. Uninitialized memory or a missing term causes much larger errors
+WORST = 0.3
 
 
 def sizes(block: int) -> Iterator[tuple[int, int, int]]:
-    """Sizes of M, N and K: each size small or around a block while the other sizes are one above a block; and all sizes
-    0 or 1."""
+    """Return sizes of M, N and K: all combinations of 0 and 1; and for each of the three, sizes that are small or
+    near `block`, while the other two are block + 1."""
     yield from itertools.product((0, 1), repeat=3)
     for place, size in itertools.product(range(3), sorted({0, 1, 2, block - 1, block, block + 1})):
         yield tuple(size if i == place else block + 1 for i in range(3))  # type: ignore[misc]
@@ -58,7 +59,8 @@ def as_on_vnni() -> Iterator[None]:
 
 @pytest.mark.parametrize("left, right", PAIRS, ids=str)
 def test_a_gemm_of_any_sizes_is_the_float64_product(left: Quantizer, right: Quantizer):
-    """Operands are padded as their formats require. |error| <= (C + 8) 2^-24 sum |a||b|."""
+    """Operands are padded as their formats require. The error is at most (C + 8) 2^-24 sum |a||b|, where C is the
+    padded size of the contraction."""
     blocks = [size for quantizer in (left, right) for size in quantizer.format.block if size > 1]
     for rows, cols, contraction in sizes(max([16, *blocks])):
         a, b = (
@@ -80,7 +82,7 @@ def test_a_gemm_of_any_sizes_is_the_float64_product(left: Quantizer, right: Quan
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_of_any_sizes_has_the_results_of_plain_torch(name: str):
-    """The test compares y, dx and dw of each recipe. Layers pad their operands."""
+    """The test compares y, dx and dw of each recipe, with a bound on the relative error. Layers pad their operands."""
     for place, size in itertools.product(range(3), (0, 1, 2)):
         tokens, out_features, in_features = (size if i == place else 33 for i in range(3))
         x, w, dy = values(tokens, in_features), values(out_features, in_features), values(tokens, out_features)
@@ -98,8 +100,7 @@ def test_a_layer_of_any_sizes_has_the_results_of_plain_torch(name: str):
 @pytest.mark.parametrize("mode", ["weight_only", "dynamic"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("bf16", "fp8_delayed")])
 def test_a_quantized_model_of_any_sizes_has_the_results_of_plain_torch(name: str, mode: str):
-    """The test uses `quantize_` with codes that are padded if the format requires it, and tokens in three
-    dimensions."""
+    """The test uses `quantize_`, which pads codes if the format requires it, and x with three dimensions."""
     for tokens, out_features, in_features in sizes(max(16, *recipes.load(name).w.rowwise.format.block)):
         # A bias might cancel y
         model = nn.Sequential(nn.Linear(in_features, out_features, bias=False, dtype=torch.bfloat16))

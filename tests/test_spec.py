@@ -1,4 +1,5 @@
-"""A LinearSpec is a value, separate from the state of a layer: pure functions and one layer on the CPU."""
+"""A LinearSpec is a value, separate from the state of a layer. The tests call pure functions and run layers on the
+CPU."""
 
 from __future__ import annotations
 

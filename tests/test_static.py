@@ -1,5 +1,5 @@
-"""Static scales of x for formats besides per-tensor FP8, and the observers of calibration, bit by bit compared with
-torchao's primitives."""
+"""Static scales of x for formats other than per-tensor FP8, and the observers of calibration. Both are compared bit
+by bit with torchao's primitives."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_ranges_give_the_scales_of_torchaos_observers(symmetric: bool):
 def test_static_codes_are_those_of_torchaos_primitives(recipe: Any):
     ao = pytest.importorskip("torchao.quantization.quant_primitives")
     model = dlp.quantize_(calibrated(net(), observer="minmax"), recipe, mode="static")
-    # Beyond the observed range, so that values saturate
+    # x exceeds the observed range, so that values saturate
     x, (low, high) = 2 * batches()[0], calibrated(net(), observer="minmax")[0].x_range
     q = static_codes(model[0], x)
     if recipe == "fp8_rowwise":
@@ -172,8 +172,9 @@ def converted(recipe: str = "bf16") -> nn.Module:
 )  # fmt: skip
 @torch.no_grad()
 def test_frozen_layers_have_zero_points(x: Any, w: Any, kernel: str, mode: Any, caplog: Any):
-    """y equals the product of the decoded operands within rounding. int8 rows are multiplied as codes; the plan names
-    the pairs of formats that are decoded first."""
+    """y equals the product of the decoded operands within rounding. If both operands are int8 with scales per row,
+    the GEMM multiplies the codes; other pairs of formats are decoded first, and the log has a line for each such
+    layer."""
     frozen, plain = calibrated(converted(), observer="minmax"), calibrated(net(), observer="minmax")
     dlp.freeze(frozen, "**", by_hand(x, w), mode)
     dlp.quantize_(plain, by_hand(x, w), mode=mode)

@@ -1,5 +1,5 @@
-"""End of a process: SIGTERM sets a flag, a time limit ends a process that reaches no step boundary, and refusals. No
-ranks, no torch."""
+"""End of a process: SIGTERM sets a flag, a time limit ends a process that reaches no step boundary, and a refusal is
+one sentence and exit code 1. No ranks, no torch."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ TABLE = {
     "COLUMN_SP": (0, ("x", None), (None, "scatter"), ("x", None)),
     "ROW_SP": (1, (None, "scatter"), ("dy", None), ("dy", None)),
 }
-# style -> the dimension of x, w and dy that tp shards; the gathered operand; whether dw covers only this rank's tokens;
-# whether db does.
+# style -> the dimension of x, w and dy that tp shards; the gathered operand; whether dw covers only the tokens of
+# one rank; whether db covers only the tokens of one rank
 READ_OFF = {
     "LOCAL": (None, None, None, None, False, False),
     "LOCAL_SP": (0, None, 0, None, True, True),
@@ -42,8 +42,8 @@ def test_the_rest_is_read_off(row):
 
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
 def test_cuts_and_communication_are_consistent(row):
-    """A GEMM whose contraction tp shards, and whose operands are not gathered, gives partial sums, so it must have a
-    reduction; other GEMMs must not."""
+    """If tp shards the contraction of a GEMM, and no operand of the GEMM is gathered, the results are partial sums,
+    so the GEMM must have a reduction. Other GEMMs must not have a reduction."""
     for comm, contraction in ((row.fprop, row.cut_x == 1), (row.dgrad, row.cut_dy == 1), (row.wgrad, row.cut_x == 0)):
         partial = contraction and comm.gather is None
         assert (comm.reduce is not None) == partial

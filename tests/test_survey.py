@@ -50,7 +50,7 @@ class ReadsList(nn.Module):
 
 
 def block(**modules: nn.Module) -> nn.Module:
-    """A model with one block of a plain linear and the given modules."""
+    """Return a model with one block, which contains a plain linear and the given modules."""
     return nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(16, 16), **modules})])})
 
 

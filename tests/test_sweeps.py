@@ -26,7 +26,7 @@ def all_bf16() -> Tensor:
 
 
 def random_fp32(count: int = 1_000_000) -> Tensor:
-    """Half random bit patterns, half values in the range of the formats' grids."""
+    """Return fp32 values of which half are random bit patterns, and half are in the range of the formats' grids."""
     generator = torch.Generator().manual_seed(1)
     patterns = torch.randint(-(2**31), 2**31, (count // 2,), generator=generator, dtype=torch.int64)
     scale = torch.exp2(torch.randint(-20, 20, (count // 2,), generator=generator).float())
@@ -36,7 +36,8 @@ def random_fp32(count: int = 1_000_000) -> Tensor:
 
 
 def near_the_grid(element: str) -> Tensor:
-    """Grid points and midpoints, with the fp32 neighbours of each, and the negatives."""
+    """Return the grid points of a format and the midpoints between them, the two fp32 neighbours of each of these
+    values, and the negatives of all values."""
     points = table.POINTS[element]
     exact = np.concatenate([points, (points[1:] + points[:-1]) / 2]).astype(np.float32)
     around = [exact, np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(-np.inf))]

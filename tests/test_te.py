@@ -50,7 +50,7 @@ def taken(layer: str, method: str) -> set[str]:
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """The rows of the table under a heading of the page, by the argument in the first cell."""
+    """Return the rows of the table under a heading of the page, by the argument in the first cell."""
     section = PAGE.split(f"### {heading}\n")[1].split("\n#")[0]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in section.splitlines() if "|" in line]
     found = {}
@@ -62,7 +62,7 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("heading", te_rows.ROWS)
 def test_rows_have_tests(heading: str):
-    """Each row of the other tables of the page has a test, and the test exists."""
+    """Each table row of the page under `heading` is listed in te_rows.ROWS with a test, and this test exists."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     heads = {section.splitlines()[i - 1] for i, line in enumerate(section.splitlines()) if line.startswith("|---")}
@@ -84,7 +84,7 @@ def test_dropouts_are_those_of_the_page():
 
 
 def requested(argument: Argument) -> Any:
-    """Return a value of the argument that requests something: none of its neutral values, which are ignored."""
+    """Return a value that is not one of the neutral values of the argument. dlp ignores neutral values."""
     assert argument.neutral is not None
     return next(value for value in (True, "mxfp8", 3) if value not in argument.neutral)
 
@@ -141,7 +141,7 @@ OWN = {"layer": dlp.Linear, "op": ops.Linear}
 
 @pytest.mark.parametrize("family", OWN)
 def test_layers_of_dlp_say_what_replaces_an_argument(family: str):
-    """`dlp.Linear(tp_group=...)` says "tp_group: pass tp=..."."""
+    """`dlp.Linear(tp_group=...)` raises a TypeError with the sentence "tp_group: pass tp=..."."""
     page = rows("Constructors")
     for name, argument in ARGUMENTS[family].items():
         if argument.neutral is not None:
@@ -178,7 +178,8 @@ def test_names_that_are_missing_say_what_to_do():
 
 
 def test_the_advice_for_experts_runs():
-    """The expressions in the advice compute the rows of each expert, in the order of the rows of TE's `moe_permute`."""
+    """The code in the advice runs: it sorts rows by expert, in the order of TE's `moe_permute`, and applies to each
+    row the linear of its expert."""
     names: dict[str, Any] = {"dlp": dlp, "torch": torch, "num_gemms": 3, "in_features": H, "out_features": FFN}
     names |= {"expert": torch.tensor([2, 0, 2, 0, 2]), "m_splits": [2, 0, 3]}
     make, ends = re.search(r"construct (.*), and pass (.*) in place of m_splits", te.MISSING["GroupedLinear"]).groups()
@@ -197,7 +198,8 @@ def test_a_listing_runs(name: str):
 
 
 def test_recipes_of_the_page_are_equal():
-    """The test compares each row of the first table of recipes that names a recipe of Transformer Engine."""
+    """In the first table of recipes, each row that names a recipe of Transformer Engine also gives a recipe of dlp
+    that is equal to it."""
     rows_of_recipes = re.findall(r"^\| `(\w+)\(\)` \| `(dlp.recipe\(.*?\))` \|$", PAGE, re.MULTILINE)
     assert [name for name, _ in rows_of_recipes] == [
         "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling",
@@ -265,8 +267,8 @@ def test_a_name_stands_in_messages():
 
 @pytest.mark.parametrize("split", [("query", "key_"), {"query_": 24, "key": 8}])
 def test_parameters_are_split_by_name(split: Any):
-    """A linear with `parameters_split` has one parameter for each name, the outputs of a linear with the concatenated
-    weight, and the parameter names of Transformer Engine."""
+    """A linear with `parameters_split` has one weight and one bias for each name, with the parameter names of
+    Transformer Engine. y equals y of a linear with the concatenated parameters."""
     sizes = (16, 16) if isinstance(split, tuple) else (24, 8)
     x = values(0, M, H)
     for layer in (te.Linear(H, 32, parameters_split=split), te.LayerNormLinear(H, 32, parameters_split=split)):
@@ -299,7 +301,7 @@ def test_a_bias_is_returned_and_not_added():
     lambda delay: te.LayerNormMLP(H, FFN, recipe="fp8_current", delay_wgrad_compute=delay),
 ], ids=["dlp", "te", "mlp"])  # fmt: skip
 def test_weight_gradients_wait_for_backward_dw(make: Any):
-    """Delayed gradients have the bits of ordinary gradients."""
+    """Delayed weight gradients have the bits of ordinary weight gradients."""
     now, later = make(False), make(True)
     later.load_state_dict(now.state_dict())
     for model in (now, later):
@@ -444,8 +446,8 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
 def test_a_transformer_layer_norms_and_rotates_heads(interleaved: bool, norm_first: bool):
-    """Compare with plain torch a layer with two groups of keys and values, heads of 16 features, a window, a norm after
-    the layer and clamped SwiGLU, on [S, B, H]. All settings differ from their defaults."""
+    """The test compares a layer on [S, B, H] with plain torch. The settings differ from their defaults: 2 groups of
+    keys and values, heads of 16 features, a window, norms of q and k, a norm after the layer, and clamped SwiGLU."""
     torch.manual_seed(0)
     layer = te.TransformerLayer(
         H, FFN, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="no_mask", window_size=(3, 1),
@@ -523,8 +525,8 @@ def test_activations_and_their_gradients_are_those_of_float64(name: str, alone: 
 
 
 def parallel_layers() -> list[Tensor]:
-    """Return the output of a TransformerLayer of dlp.te sharded over tp, and of an unsharded one with equal parameters: both
-    for the tokens of this rank."""
+    """Return y of a TransformerLayer of dlp.te that is sharded over tp, and y of an unsharded one with equal
+    parameters. Both y are for the tokens of this rank."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     group = mesh["tp"].get_group()
     torch.manual_seed(0)

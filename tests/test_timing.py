@@ -12,8 +12,8 @@ from dlp.kernels import timing
 
 
 class Played:
-    """A simulated device and its host. All times are in milliseconds. `queued`: the time at which all queued work will
-    have finished."""
+    """A simulated device and its host. All times are in milliseconds. `now`: time of the host; `queued`: the time at
+    which all queued work will have finished; `idle`: total time in which the device had no work."""
 
     def __init__(self) -> None:
         self.now = self.queued = self.idle = 0.0

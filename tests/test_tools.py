@@ -117,8 +117,8 @@ esac
     [(0, 0, 0, 0), (2, 0, 0, 0), (1, 0, 0, 1), (3, 0, 0, 1), (127, 0, 0, 1), (0, 1, 0, 1), (2, 1, 0, 1), (2, 0, 1, 1)],
 )
 def test_continuous_integration_passes_over_a_missing_compiler_alone(tmp_path, code, lint, tests, expected):
-    """Only a missing compiler does not fail CI. The test replaces make and the interpreter, and checks that CI compiles
-    the kernels of all architectures."""
+    """CI passes if something that is needed to compile the kernels is missing (exit code 2), and fails on every other
+    error. The test replaces make and the interpreter, and checks that CI compiles the kernels of all architectures."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
     for name, text in (("make", CI_MAKE), ("python", CI_PYTHON)):
@@ -207,7 +207,7 @@ def test_what_the_sanitizer_needs_is_named(monkeypatch, tmp_path, capsys):
 
 
 def fake_cases(test: str, **parameters: Sequence[object]) -> list[SimpleNamespace]:
-    """Cases in the order in which pytest collects them: the last parameter changes first."""
+    """Return fake test cases in the order in which pytest collects them: the last parameter changes first."""
     made = [dict(zip(parameters, values, strict=True)) for values in product(*parameters.values())]
     return [SimpleNamespace(nodeid=f"{test}[{case}]", callspec=SimpleNamespace(params=case)) for case in made]
 
@@ -258,8 +258,8 @@ def test_make_installs_the_compiler_where_there_is_a_gpu_and_no_toolkit(programs
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 @pytest.mark.parametrize("verb", ["pretrain", "ledger", "bench-comm", "emulate", "plan"])
 def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
-    """make must run the program without a shell in between: SIGTERM would end the shell, and the run would continue as
-    an orphan."""
+    """make must run the program without a shell between make and the program. SIGTERM would end only the shell, and
+    the run would continue as an orphan."""
     fake, parent = tmp_path / "python", tmp_path / "parent"
     fake.write_text(f'#!/bin/sh\ncase "$1" in tools/*) exit 0;; esac\necho $PPID >{parent}\n')
     fake.chmod(0o755)
@@ -268,8 +268,8 @@ def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
 
 
 def test_a_plain_install_brings_what_compiles_the_kernels():
-    """`pip install` installs the compiler of the kernels. Without it, a machine with a GPU would run casts in plain
-    torch, with only a warning."""
+    """A plain `pip install` installs ninja and pybind11, and the extra `gpu` installs the CUDA compiler. Without
+    these, a machine with a GPU would run casts in plain torch, with only a warning."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {"ninja", "pybind11"} <= set(project["dependencies"])
     compiler = [each.partition(">")[0] for each in project["optional-dependencies"]["gpu"]]
@@ -282,7 +282,7 @@ def test_a_plain_install_brings_what_compiles_the_kernels():
 def marked(
     items: Sequence[SimpleNamespace], *decorators: str, full: Sequence[int] = (), ranks: bool = False
 ) -> list[Any]:
-    """Fake cases as `thinned` reads them: with their decorators, marks `full` and the fixture `ranks`."""
+    """Return fake test cases as `thinned` reads them: with their decorators, marks `full` and the fixture `ranks`."""
     marks = [SimpleNamespace(args=(names,)) for names in decorators]
     for number, item in enumerate(items):
         own = {*(["ranks"] if ranks else []), *(["full"] if number in full else [])}

@@ -1,11 +1,11 @@
 """Runs with one process per rank: a failure, a killed rank, SIGTERM, resume, a refusal.
 
-One run fails on two "hosts", resumes on one host and is killed, resumes and is stopped, and is resumed by ranks without
-torchrun to its end. The losses must equal the losses of an uninterrupted run in the pool of ranks. The ranks without
-torchrun use one store for several runs, like ranks that torchrun restarts. The blocks of the model are sequences of
-dlp.ops. Other tests of runs use the pool (tests/multigpu), where a run takes less than a second. Here torchrun starts
-ranks as forks (`ForkedRank`), because a new interpreter imports torch, dlp and launch for six seconds; with
-`--all-cases` the ranks on two "hosts" are new interpreters.
+One run fails on two "hosts". It resumes on one host and is killed, resumes and is stopped by SIGTERM, and then is
+resumed by ranks without torchrun, which complete it. The losses must equal the losses of an uninterrupted run in the
+pool of ranks. The ranks without torchrun use one store for several runs, like ranks that torchrun restarts. The
+blocks of the model are `ops.Sequential`. Other tests of runs use the pool (tests/multigpu), where a run takes less
+than a second. Here torchrun starts ranks as forks (`ForkedRank`), because a new interpreter needs seconds to import
+torch, dlp and launch; with `--all-cases` the ranks on two "hosts" are new interpreters.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def program(output: Path, module: str, arguments: list[str], environment: dict[s
     os.dup2(file, 1)
     os.dup2(file, 2)
     plots.write_plot = training._no_plot  # importing matplotlib and plotting take longer than the steps
-    # torchrun's log of the rendezvous reads the source of each caller, for seconds; the log is not kept
+    # torchrun's log of the rendezvous reads the source code of each caller, which takes seconds; no test reads this log
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
     if fork_ranks:
         subprocess_handler.Popen = ForkedRank
@@ -65,8 +65,8 @@ def program(output: Path, module: str, arguments: list[str], environment: dict[s
 
 
 class ForkedRank:
-    """Replacement for `subprocess.Popen` of a Python program in a new session, for torchrun: a fork of torchrun, which
-    has imported torch. A new interpreter would import torch and dlp for six seconds."""
+    """Replacement for the `subprocess.Popen` with which torchrun starts a rank. The rank is a fork of torchrun in a
+    new session, which has already imported torch. A new interpreter would need seconds to import torch and dlp."""
 
     def __init__(
         self, args: Sequence[str], env: dict[str, str], stdout: Any, stderr: Any, start_new_session: bool
@@ -161,7 +161,7 @@ class Run:
 
 
 def steps(config: Config) -> list[int]:
-    """The steps of the existing checkpoints."""
+    """Return the steps of the existing checkpoints."""
     return [int(path.name.removeprefix("step-")) for path in Path(config.run.dir, "checkpoints").glob("step-*")]
 
 
@@ -179,7 +179,8 @@ def agent() -> Iterator[dict[str, str]]:
 
 
 def two_ranks(folder: Path, *arguments: str, **store: str) -> list[Run]:
-    """Start two ranks as torchrun or srun do, without an agent that ends one rank after the other has failed."""
+    """Start two ranks with the environment that torchrun or srun sets, but without an agent. If one rank fails,
+    nothing ends the other rank."""
     place = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": free_port(),
@@ -192,8 +193,8 @@ def two_ranks(folder: Path, *arguments: str, **store: str) -> list[Run]:
 
 
 def hosts(folder: Path, fork_ranks: bool, *arguments: str) -> list[Run]:
-    """Start two "hosts" with one rank each: two torchruns with a store on one of the hosts. There are no restarts,
-    which the two agents might count differently."""
+    """Start two "hosts" with one rank each: two torchruns with a store on one of the hosts. Restarts are disabled,
+    because the two agents might count restarts differently."""
     store = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     meeting = ["--rdzv-backend=c10d", store, "--rdzv-id=hosts", "--local-addr=127.0.0.1"]
     command = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", *meeting, *arguments]
@@ -241,7 +242,7 @@ train.main()
 
 
 def listening(pid: int) -> set[str]:
-    """The addresses on which a process listens, in the kernel's format."""
+    """Return the addresses on which a process listens, in the format of /proc/net/tcp."""
     own = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -269,8 +270,8 @@ def failed(config: Config, folder: Path, fork_ranks: bool) -> None:
 
 
 def killed(config: Config, folder: Path) -> int:
-    """Kill rank 0 after a new checkpoint, and return the step of this checkpoint. All processes must end soon, without
-    a later checkpoint; if rank 0 was writing one, an incomplete `.step-N.tmp` remains."""
+    """Kill rank 0 after a new checkpoint, and return the step of the last checkpoint. All processes must end soon,
+    without a later checkpoint. If rank 0 was writing a checkpoint, an incomplete `.step-N.tmp` remains."""
     run, before = local(folder), max(steps(config))
     run.wait_for(lambda: max(steps(config)) > before)
     pid = run.ranks()[0]
@@ -290,7 +291,8 @@ def killed(config: Config, folder: Path) -> int:
 
 
 def stopped(config: Config, folder: Path, before: int) -> int:
-    """Send SIGTERM after a step that the previous run did not save; return the step at which the run stopped."""
+    """Resume the run, and send SIGTERM after a step that the previous run did not save. Return the step at which the
+    run stopped."""
     run = local(folder)
     run.wait_for(lambda: f"resuming from step {before} " in run.output)
     run.wait_for(lambda: training.metrics(config).keys() > set(range(1, before + 2)))
@@ -307,7 +309,7 @@ def stopped(config: Config, folder: Path, before: int) -> int:
 
 
 def to_the_end(folder: Path, agent: dict[str, str]) -> str:
-    """Run two ranks to the last step, and return the output of rank 0. Rank 1 prints nothing."""
+    """Run two ranks to the last step, check that rank 1 prints nothing, and return the output of rank 0."""
     (code, output), other = [each.end() for each in two_ranks(folder, *SETTINGS, **agent)]
     assert code == 0 and other == (0, ""), output + other[1]
     assert f"done: steps {STEPS}, validation loss " in output
@@ -341,8 +343,8 @@ def test_after_a_restart_all_processes_end_within_5_s_of_done(tmp_path, data):
 
 
 def test_a_wrong_setting_is_said_once_by_all_ranks_together(tmp_path, data):
-    """Rank 0 prints the message and ends. torchrun then ends the other rank, which prints nothing, as failed() and
-    killed() show."""
+    """Rank 0 prints the message and ends. Rank 1 prints nothing and waits, until SIGTERM ends it. torchrun sends
+    SIGTERM, as failed() and killed() show; here the test sends it."""
     training.config(tmp_path, data)
     first, other = two_ranks(tmp_path, "--mesh.dp_replicate=3")
     sentence = (

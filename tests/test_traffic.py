@@ -80,8 +80,8 @@ def test_tokens_off_the_block_travel_in_high_precision():
 
 
 def test_fsdp_units():
-    """Planned bytes of two linears: the first is an FSDP unit, the second belongs to the root unit. FSDP pads 5 rows on
-    2 ranks to 3 rows each."""
+    """Planned bytes of two linears. The first linear is an FSDP unit, and the second belongs to the root unit. The
+    first weight has 5 rows, which FSDP pads on 2 ranks to 3 rows each."""
     plan = dlp.make_plan(nn.Sequential(nn.Linear(8, 5, bias=False), nn.Linear(5, 4, bias=False)), [], 1)
     load = Workload({"dp_shard": 2, "dp_replicate": 2}, M, 3, weight_dtype=torch.bfloat16, units=("0", ""))
     shards = 3 * 8, 2 * 5
@@ -102,8 +102,8 @@ def over_dp(recipe: Any, shape: tuple[int, int] = (N, K), **more: Any) -> dict[t
 
 
 def test_weights_over_dp_shard_travel_as_each_pass_needs_them():
-    """Forward and backward each gather the orientation that they need: a rank sends half of the codes and scales. A
-    scale per tensor is not sent, because all ranks know it."""
+    """Forward and backward each gather the orientation that they need, and each rank sends its half of the codes and
+    scales. A scale per tensor is not sent, because all ranks know it."""
     n = N // 2
     assert over_dp("fp8_current") == {("weights", "fp8_tensor[e4m3]"): 2 * n * K, ("amax", "float32"): 2 * 4}
     assert over_dp("fp8_block") == {("weights", "fp8_block[e4m3, 128x128]"): 2 * (n * K + 4)}
@@ -142,8 +142,8 @@ def test_gradients_over_dp_shard_on_their_wire(carried, nbytes):
 
 
 def test_sums_over_tp_on_the_wire_of_their_recipe():
-    """With fp8, a rank sends codes and then scales, padded to 256 bytes. Without sequence parallelism, the sum is then
-    gathered unchanged."""
+    """With fp8, a rank sends codes and then scales, padded to 256 bytes. Without sequence parallelism, the sum is
+    then gathered in bf16."""
     fp8 = {"name": "bf16", "wire": {"fprop": "fp8"}}
     m = M // 2
     assert traffic(fp8, "row")["fprop", "float8_e4m3fn"] == m * N + m * (N // 128) * 4

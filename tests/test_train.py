@@ -87,7 +87,7 @@ def test_a_plan_is_for_one_rank_or_more_and_a_run_for_those_that_are_there(monke
     monkeypatch.setattr(train, "train", lambda config: pytest.fail("it trains"))
     code, out, error = command("launch.train", "tiny", "--plan", "--world", "4.5")
     assert (code, out) == (2, "") and error.endswith("argument --world: expected an integer >= 1, got '4.5'\n")
-    sentence = "--world, --device, --timeline: expected only with --plan; leave them out: torchrun decides the ranks of a run\n"
+    sentence = "--world, --device, --timeline: expected only with --plan; add --plan, or leave these options out\n"
     assert command("launch.train", "tiny", "--world", "2") == (1, "", sentence)
     assert command("launch.train", "tiny", "--device", "h200") == (1, "", sentence)
 

@@ -1,4 +1,5 @@
-"""launch.convert_hf export --codes: exported codes have the forward of the training, bit for bit."""
+"""launch.convert_hf export --codes: a model with the exported codes has the forward of the trained model, bit for
+bit."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def logits(config: Config) -> Tensor:
 
 
 def mixed(folder: Path, data: Path, family: str) -> Config:
-    """Return the config of a run with one block for each recipe."""
+    """Return the config of a run in which each transformer block has another recipe."""
     settings = [f"--model.family={family}", f"--model.layers={len(RECIPES)}", *FAMILIES[family]]
     training.config(folder, data)
     path = folder / "small.toml"
@@ -70,8 +71,9 @@ def test_exported_codes_have_the_forward_of_the_training(ranks: Any, tmp_path: P
 
 @pytest.mark.ranks(1)
 def test_exported_integers_have_the_forward_of_the_training_in_fp32(ranks: Any, tmp_path: Path) -> None:
-    """In fp32 the forwards are equal. In bf16 they differ, because the training rounds decoded values to bf16, but the
-    exported codes are decoded to fp32 (docs/qat.md has the difference)."""
+    """In fp32 the forward with exported codes equals the forward of the trained model. In bf16 they differ, because
+    the training rounds decoded values to bf16, but the exported codes are decoded to fp32 (docs/qat.md states the
+    difference)."""
     found = {}
     for dtype in ("fp32", "bf16"):
         (folder := tmp_path / dtype).mkdir()
@@ -90,7 +92,7 @@ def test_exported_integers_have_the_forward_of_the_training_in_fp32(ranks: Any, 
 
 
 def operands(config: Config) -> dict[str, Tensor]:
-    """The decoded rowwise weights that the next forward of a trained model multiplies, on this rank. Runs in a
+    """Train, and return the decoded rowwise weights that the next forward would multiply on this rank. Runs in a
     worker."""
     made, done = training.trainer(config)
     made.train(done)
@@ -126,7 +128,8 @@ def shard(whole: Tensor, local: Tensor, rank: int) -> Tensor:
 def test_exported_codes_are_the_operands_of_every_rank(
     ranks: Any, tmp_path: Path, recipe: str, tp: int, swap: list[str]
 ) -> None:
-    """The cases are column- and row-parallel shards, FSDP shards and delayed scales."""
+    """The exported codes equal the operands of both tp ranks, for column- and row-parallel shards, with delayed
+    scales, and after a recipe change."""
     settings = [
         f"--mesh.tp={tp}",
         f"--groups.default.recipe={recipe}",
@@ -166,5 +169,7 @@ def test_codes_that_no_file_can_hold_are_refused_by_name(ranks: Any, tmp_path: P
     )
     assert "amax_scope = 'all' }" in scales
     blocks = refused("b", "--mesh.tp=2", "--groups.default.recipe=fp8_block")
-    assert "tp = 2 cut blocks of fp8_block[e4m3, 128x128], so that scales depended on the rank" in blocks
+    assert (
+        "tp = 2 split blocks of fp8_block[e4m3, 128x128] between ranks, so that scales depended on the rank" in blocks
+    )
     assert "no recipe of this checkpoint quantizes weights" in refused("c", "--groups.default.recipe=bf16")

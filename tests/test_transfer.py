@@ -73,8 +73,8 @@ def test_every_style_has_a_plan_for_every_recipe(recipe):
 
 
 def test_who_agrees_is_part_of_the_plan():
-    """By default ranks agree on scales of x in COLUMN_SP and dy in ROW_SP, which span a dimension that tp shards. With
-    an amax group of the user, ranks agree for all operands, also for casts after a gather."""
+    """By default ranks agree only on scales of x in COLUMN_SP and of dy in ROW_SP, if the scales span a dimension
+    that tp shards. With an amax group of the user, ranks agree for all operands, also for casts after a gather."""
     recipe = recipes.load("fp8_current")
     column, row = (linear_plan(recipe, style, 2, 128) for style in (COLUMN_SP, ROW_SP))
     assert column.x[True].before.agreed == row.dys[True, True].before.agreed == (True, True)
@@ -90,8 +90,8 @@ def test_who_agrees_is_part_of_the_plan():
     ("recipe", "device"), [*[(recipe, "CPU") for recipe in RECIPES], ("fp8_block", "Hopper, emulated")]
 )
 def test_a_plan_says_what_forward_returns_and_keeps(recipe, device):
-    """The plan states shapes and strides of returned and saved tensors. Compiled code checks them, including the layout
-    of scales."""
+    """The plan states shapes and strides of returned and saved tensors, including the layout of scales. Compiled code
+    checks these shapes and strides."""
     with emulation() if device != "CPU" else nullcontext():
         for shape in ((96, 160), (2, 33, 160)):
             layer, x = dlp.Linear(160, 64, recipe=recipe, dtype=torch.bfloat16), torch.randn(shape).bfloat16()

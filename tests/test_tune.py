@@ -122,8 +122,8 @@ def real_call(recipe: str, problem: dict[str, Any], source: torch.dtype) -> Call
 def test_what_is_tuned_is_what_runs(
     recipe: str, device: str, dtype: str, result: str, accumulate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measuring a problem launches the GEMM with the arguments that a layer uses, because these arguments are the key of the
-    measured choice."""
+    """Measuring a problem launches the GEMM with the same arguments as a layer. The arguments must be equal because
+    they are the key under which the measured choice is stored."""
     ran, source = Ran(monkeypatch, device), {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     for which, problem in listed(recipe, device, dtype).items():
         asked = {**problem, "out_dtype": result, "accumulate": accumulate}

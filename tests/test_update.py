@@ -85,7 +85,8 @@ def test_a_factor_that_would_skip_half_of_all_steps_is_refused(value: str) -> No
 
 
 def test_gradients_are_divided_by_the_norm_over_the_clip_and_1e_6_more() -> None:
-    """The optimizer divides by `grad_scale`. A larger constant than 1e-6 would shrink the gradients of small norms."""
+    """`grad_scale` must be close to max(1, norm / clip); the optimizer divides by it. A constant larger than 1e-6
+    would shrink gradients with small norms."""
 
     class Sees(torch.optim.SGD):
         scales: list[float] = []
@@ -106,7 +107,7 @@ def test_gradients_are_divided_by_the_norm_over_the_clip_and_1e_6_more() -> None
 
 
 def test_nothing_of_the_rule_waits_for_the_device() -> None:
-    """Meta tensors have no values, so the rule reads no values on the host."""
+    """The rule runs on meta tensors, which have no values. The rule therefore reads no value on the host."""
     decides = SpikeFilter(3.0, torch.device("meta"))
     limit, skips = decides(torch.ones((), device="meta"))
     assert limit.shape == skips.shape == () and step_update.IN_A_ROW == 5

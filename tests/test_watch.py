@@ -25,8 +25,9 @@ class Waits:
 
 @pytest.fixture
 def looks(monkeypatch) -> Any:
-    """Return a function that lets the watch look every 10 s for 1200 s, and returns the second at which the process is
-    ended and the reason, or None. `at`: second -> new place of the main thread (str) or new waits (list)."""
+    """Return a function `run(waits, at)` that calls Watch.look every 10 s for 1200 s of simulated time. `run` returns
+    the second at which the watch ends the process, and the reason; or None if the watch does not end the process.
+    `at`: second -> new place of the main thread (str) or new waits (list)."""
 
     def run(waits: Waits, at: dict[int, str | list[str]]) -> tuple[int, str] | None:
         place, ended = ["wait (a.py:1)"], list[str]()

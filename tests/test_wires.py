@@ -33,7 +33,7 @@ def contributions(dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def block_amax(x: Tensor) -> Tensor:
-    """The amax of each element's block of 128."""
+    """Return for each element the amax of its block of 128."""
     padded = torch.nn.functional.pad(x.double().abs(), (0, -FEATURES % 128)).unflatten(-1, (-1, 128))
     return padded.amax(-1, keepdim=True).expand_as(padded).flatten(-2)[..., :FEATURES]
 
@@ -85,7 +85,7 @@ def test_a_sum_is_the_fp32_sum_in_rank_order_of_what_was_packed_rounded_once():
 @pytest.mark.parametrize("index", range(R))
 def test_a_sum_reads_one_contribution_elsewhere(index):
     """`sum_fp8` reads the contribution of the local rank from a separate buffer. The position of this contribution in
-    the received buffer may contain anything."""
+    the received buffer may contain any values."""
     codes, scale_inv = pack_fp8(contributions())
     own = index, codes[index].clone(), scale_inv[index].clone()
     total, plain = sum_fp8(codes, scale_inv, torch.bfloat16), contributions(torch.bfloat16)

@@ -66,7 +66,8 @@ WRITE_PLOT = plot.write_plot
 
 
 def shards(folder: Path) -> Path:
-    """Prepared data: a few modules of the standard library, one of which is for validation."""
+    """Prepare data from the source code of three modules of the standard library, one of which is for validation;
+    return the folder."""
     files = {Path(module.__file__).name: Path(module.__file__) for module in (ast, colorsys, json)}
     prepare(files, folder / "data", validation=0.2)
     return folder / "data"

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 -m tools.run_bits > before.txt      two ranks: tp, tp with sequence parallelism, FSDP
     diff before.txt after.txt
 
-A run is five steps of `tiny` with two small blocks on random tokens. The program prints a line for every recipe and case
-(CASES), with a hash of all losses, parameters and optimizer states of all ranks. Command-line options are overrides of the
-config, for example --model.layers 4.
+A run is five steps of the config `tiny`, with two small transformer layers, on random tokens. The program prints a line for
+every recipe and case (CASES), with a hash of all losses, parameters and optimizer states of all ranks. Command-line options are
+overrides of the config, for example --model.layers 4.
 """
 
 from __future__ import annotations

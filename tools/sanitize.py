@@ -3,7 +3,8 @@
     python -m tools.sanitize [TOOL ...] [--cases 8]
 
 Each tool is first tried on this device: it must report nothing for a correct kernel, and an error for a faulty kernel
-(tools/sanitize_probe.cu). A tool that fails this trial is reported and skipped, and the exit code is 3. initcheck takes the
+(tools/sanitize_probe.cu). A tool that fails this trial is reported and skipped, and the exit code is 3, unless another tool
+finds something. initcheck takes the
 longest, since it must watch torch's kernels as well; with pytest-xdist, `PYTEST_ADDOPTS="-n 8"` runs cases in parallel.
 
 Exit codes:
@@ -109,7 +110,7 @@ def check(tool: str, probe: str, cases: int) -> int:
 
 def verdict(done: Done) -> tuple[int, str]:
     """Return the exit code of this program for a pytest run under a tool, and a description of the result. Findings count even
-    if they are warnings, for which a tool returns 0; a run without tests counts as unknown."""
+    if they are warnings, for which a tool returns 0. The exit code is 3 if no test passed or failed."""
     if found := findings(done.output):
         return 1, "; ".join(found)
     if done.code != FOUND and re.search(r"\b[1-9]\d* (passed|failed)", last_line(done.output)) is None:

@@ -1,12 +1,12 @@
-"""Hooks of mkdocs for the documentation site (`make docs`): pages outside of docs/, the API reference, links, fences.
+"""Hooks of mkdocs for the documentation site (`make docs`). They add these pages, whose sources are not in docs/:
 
     index.md               README.md
     results/NAME.md        bench/results/NAME.md
     reference/NAME.md      one page for each public name, rendered by mkdocstrings from the docstring
     reference/index.md     all public names, with the first paragraph of the docstring
 
-Links between these files are rewritten to pages of the site. A link to a file without a page (source code, LICENSE) becomes
-plain text. Marks for tests behind the language of code fences (`python test ranks=2`, `bash gpus`) are removed.
+A link to a file that has a page is rewritten to a link to this page. A link to a file without a page (source code, LICENSE)
+becomes plain text. Marks for tests behind the language of code fences (`python test ranks=2`, `bash gpus`) are removed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 MODULES = ("dlp", "dlp.ops", "dlp.optim")  # each name of `__all__` that is not a module has a page
 
-# Names outside of `__all__` that users need for formats and recipes (docs/custom-recipes.md).
+# Names outside of `__all__` that users need for user-defined formats and recipes (docs/custom-recipes.md).
 FORMATS = (
     "dlp.testing.check_format", "dlp.testing.sqnr", "dlp.quant.recipe.Operand", "dlp.quant.recipe.both",
     "dlp.quant.quantizer.Quantizer", "dlp.quant.quantizer.QuantizerCaps", "dlp.quant.quantizer.KeepHighPrecision",
@@ -95,7 +95,7 @@ def results_index() -> str:
 
 
 def generated() -> Iterator[tuple[str, str]]:
-    """Yield the path in the site and the content of every file that is not in docs/."""
+    """Yield the path in the site and the content of every file of the site that is not in docs/."""
     yield "index.md", relink((ROOT / "README.md").read_text(), "README.md")
     for file in sorted((ROOT / "bench" / "results").glob("*")):
         if file.suffix in (".md", ".csv", ".json"):

@@ -13,7 +13,7 @@ The final losses of two runs whose initial weights differ by one bit can differ 
 smaller effects. Branches of one trunk can, since they are equal up to the branch. Every seed has two bf16 branches, whose only
 difference is the order of a sum. The effect of a subject is the relative difference of its loss to the mean loss of both bf16
 branches, averaged over seeds; intervals.py defines its confidence interval and the verdicts "within", "outside" and "not
-resolved". The same command continues an interrupted study.
+resolved". To continue an interrupted study, repeat the command.
 """
 
 from __future__ import annotations

@@ -138,8 +138,8 @@ class Study:
         ]  # fmt: skip
 
     def check(self) -> None:
-        """Raise ConfigError if the trunk is not shorter than the branches or would have other learning rates, or if the config
-        of a subject is invalid."""
+        """Raise ConfigError if the trunk is not shorter than the branches, if a step of the trunk has another learning rate
+        than the same step in a branch, or if the config of a subject is invalid."""
         trunk, branch = load("quality", self.trunk(0)[1:]).train, self.config.train
         if not self.branch_at < branch.steps:
             raise ConfigError(f"--branch-at {self.branch_at}: expected fewer than the {branch.steps} steps of a branch")

@@ -171,7 +171,8 @@ def noise_floor(losses: Losses[Block], baselines: Sequence[str], other: Mapping[
     """Compute the interval of the difference between the last and the first baseline; None if one of them is missing.
 
     The standard deviation is that of `other`, the intervals of a family, scaled from a difference to the mean of all baselines
-    to a difference between two branches. If `other` is empty, it is computed from these differences."""
+    to a difference between two branches. If `other` is empty, the standard deviation is computed from the differences between
+    both baselines."""
     first, last = losses[baselines[0]], losses[baselines[-1]]
     found = tuple(last[block] / first[block] - 1 for block in first if block in last)
     pooled = next(iter(other.values()), None)

@@ -58,7 +58,8 @@ class Row:
 
 
 def rows(branches: Sequence[Branch]) -> Iterator[Row]:
-    """Yield a row for each measure and subject; for each measure, the second baseline, compared with the first, comes first."""
+    """Yield a row for each measure and subject. The rows of a measure begin with the comparison of the second baseline with the
+    first."""
     present = {branch.subject for branch in branches}
     names = tuple(name for name in NAMES if name in present)
     if not names or names[0] != NAMES[0]:
@@ -149,7 +150,8 @@ def _order(branch: Branch) -> tuple[int, int]:
 
 
 def curves(branches: Sequence[Branch]) -> Mapping[str, list[float]]:
-    """Return for each subject the smoothed relative difference to the mean of the baselines, averaged over blocks, by step."""
+    """Return, for each subject except the first baseline, the smoothed relative difference to the mean of the baselines by
+    step, averaged over blocks."""
     smoothed = {(branch.subject, branch.block): smooth(branch.losses) for branch in branches}
     found: dict[str, list[float]] = {}
     for name in dict.fromkeys(branch.subject for branch in sorted(branches, key=_order)):

@@ -6,9 +6,9 @@
     all_reduce       x [...]                         -> [...]        the sum over ranks
 
 Sums do not depend on the order of arrival: each rank receives all contributions to its rows (all-to-all), sums them in fp32 in
-rank order, and rounds once. The reductions of NCCL and gloo round the running sum of a bf16 tensor at every hop, in another
-order. A `ReduceCodec` defines how contributions are encoded for the transfer. Tensors are sent as bytes: gloo has no FP8 dtype,
-and a grouped gather of several dtypes would silently promote all tensors to one dtype.
+rank order, and rounds once. The reductions of NCCL and gloo round the running sum of a bf16 tensor at every hop, and do not sum
+in rank order. A `ReduceCodec` defines how contributions are encoded for the transfer. Tensors are sent as bytes: gloo has no
+FP8 dtype, and a grouped gather of several dtypes would silently promote all tensors to one dtype.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ FIELD = 256  # parts of a record are aligned to this number of bytes
 
 # torch 2.13 renamed this function: there the old name warns, and older versions lack the new name
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# Options of the methods of a process group, which are called without the wrappers in `torch.distributed`: the wrappers make
-# many checks in every call.
+# Options for methods of a ProcessGroup. This file calls these methods without the wrappers in `torch.distributed`, because the
+# wrappers make many checks in every call.
 _GATHER, _EXCHANGE = AllgatherOptions(), AllToAllOptions()
 _GATHER.asyncOp = _EXCHANGE.asyncOp = True
 
 
 class Pending(Generic[T]):
-    """Result of a transfer in flight. `wait()` makes the current stream wait for the transfer and returns the result; it can be
-    called any number of times."""
+    """Result of a transfer in flight. `wait()` makes the current stream wait for the transfer and returns the result. `wait`
+    can be called any number of times."""
 
     def __init__(self, works: Sequence[Any], finish: Callable[[], T]) -> None:
         self._works = works
@@ -156,7 +156,7 @@ def join(storage: Sequence[Tensor | None], parts: Sequence[Tensor], dims: Sequen
     for whole, part, dim in zip(storage, parts, dims, strict=True):
         if whole is None or dim is None:
             joined.append(part)
-        else:  # [R, *shape] -> the R pieces concatenated along `dim`: a view for 0, a copy for others
+        else:  # [R, *shape] -> the R pieces concatenated along `dim`: a view for dim 0, a copy for other dims
             moves = dim > 0 and whole.numel() > 0 and is_recording()
             joined.append(side_by_side(whole, dim) if moves else whole.movedim(0, dim).flatten(dim, dim + 1))
     return tuple(joined)
@@ -199,7 +199,7 @@ def parts_of(records: Tensor, shapes: Sequence[Sequence[int]], dtypes: Sequence[
 
 def _part_of(records: Tensor, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     size = prod(shape)
-    if size == 0:  # no tokens; bytes without elements cannot be viewed as another dtype
+    if size == 0:  # there are no tokens; an empty uint8 tensor cannot be viewed as another dtype
         return records.new_empty((len(records), *shape), dtype=dtype)
     part = records[:, start : start + size * dtype.itemsize].view(dtype)
     return part.unflatten(1, tuple(shape)) if shape else part[:, 0]
@@ -288,9 +288,9 @@ def _summed(
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) -> Pending[Tensor]:
-    """Sum x of any shape over ranks; the sum is equal on all ranks.
+    """Return the sum over ranks of x, which may have any shape. The sum is bitwise equal on all ranks.
 
-    The sum is a reduce-scatter of the `shares` of x, whose contributions `codec` encodes, and an all-gather of the summed
+    The sum is computed by a reduce-scatter of the `shares` of x, which `codec` encodes, and an all-gather of the summed
     shares."""
     if group.size() == 1:
         return done(x)
@@ -306,8 +306,8 @@ def all_reduce(x: Tensor, group: ProcessGroup, codec: ReduceCodec = AS_IT_IS) ->
 def shares(part: Tensor, world: int) -> Tensor:
     """Split a tensor into `world` equal shares [world, ...].
 
-    Shares consist of complete rows, so that a codec may scale along features. If `world` does not divide the number of rows,
-    the flattened tensor is zero-padded and split."""
+    Shares consist of complete rows, so that a codec may scale along features. A 1-D tensor, and a tensor whose number of rows
+    `world` does not divide, is flattened, zero-padded and split."""
     rows = part.reshape(-1, part.shape[-1]) if part.dim() > 1 and part.shape[-1] else part.reshape(-1)
     if rows.dim() == 1 or len(rows) % world:
         rows = F.pad(part.reshape(-1), (0, -part.numel() % world))

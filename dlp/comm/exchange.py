@@ -26,7 +26,7 @@ from dlp.kernels.launches import call
 
 
 def by_distance(group: ProcessGroup) -> Iterator[tuple[int, int, int]]:
-    """Return (distance, rank to send to, rank to receive from) for each round; ranks of the group."""
+    """Return (distance, rank to send to, rank to receive from) for each round. The ranks are indices in the group."""
     rank, world = group.rank(), group.size()
     return ((j, (rank + j) % world, (rank - j) % world) for j in range(1, world))
 

@@ -8,8 +8,8 @@ first step    before the first MOST forwards of the model and before the first o
 later steps   a watch thread reads the stacks of the training threads. If a training thread does not move for PATIENCE seconds
               inside of a pass, the log names the function where it waits, and the layer that ran last
 
-The exchange is one small gather per forward and one wait for the device, in the first step only. The watch thread does not slow
-the training threads down.
+The exchange is one small all-gather per forward and group, with one wait for the device, in the first step only. The watch
+thread does not slow the training threads down.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Lockstep:
                 wait for each other in a forward.
 
         Raises:
-            RuntimeError: on all ranks of a group whose ranks differ.
+            RuntimeError: on all ranks of a group whose ranks describe different actions.
         """
         if self._forwards == MOST:
             self.over = True
@@ -143,7 +143,7 @@ def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -
 class Watched(Protocol):
     """Attributes of a session (`dlp.parallel.model.session`) that the watch thread reads.
 
-    last        specification of the layer that ran last, with its `name`; None before the first layer
+    last        specification of the layer that ran last, with the attribute `name`; None before the first layer
     last_pass   pass of this layer, "forward" or "backward"
     steps       number of completed steps
     """
@@ -178,7 +178,7 @@ class WaitWatch:
         self._started = False
 
     def add(self, session: Watched) -> None:
-        """Watch the calling thread while it trains `session`."""
+        """Watch the calling thread, which trains `session`, as long as `session` exists."""
         self._sessions[session] = threading.get_ident()
         if not self._started:
             self._started = True
@@ -190,8 +190,8 @@ class WaitWatch:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Check all threads once, at time `now` in seconds. Log a line about each training thread that has been at one place in
-        a pass for PATIENCE seconds."""
+        """Check all threads once, at time `now` in seconds. Log one line about each training thread that has been at the same
+        place in a pass for PATIENCE seconds."""
         for session, thread in list(self._sessions.items()):
             frame = sys._current_frames().get(thread)
             last = None if session.last is None else session.last.name

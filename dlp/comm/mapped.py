@@ -1,4 +1,4 @@
-"""Transfers between the GPUs of one host: each rank copies its parts into memory of its peers, which all ranks map.
+"""Transfers between the GPUs of one host: each rank copies its parts into memory of its peers; all ranks map this memory.
 
     current stream    ─ write parts ─┐                  ┌─ read received parts ─ release
     side stream       begin ─────────└─ push ─ barrier ─┘
@@ -8,13 +8,14 @@ their buffers; the barrier `meet` waits until all peers have pushed into this ra
 side stream (`dlp.kernels.launches`). The launches of a transfer are the same in every step, so that `dlp.runtime.capture` and
 CUDA graphs can capture them.
 
-A pass of a layer (forward or backward) calls `start`, runs the transfers, reads the results and calls `finish`. All ranks of
-a group run passes in the same order. The slot of a transfer is determined by its size, the style of the layer and the index of
-the transfer in the pass, which are equal on all ranks, even if only some ranks have captured the pass. Layers of column and of
-row style alternate in a model and use different slots. Therefore peers have usually read a slot before it is used again.
+A pass of a layer (forward or backward) calls `start`, runs the transfers, reads the results and calls `finish`. All ranks of a
+group run passes in the same order. The slot of a transfer is determined by its size, the style of the layer, the index of the
+transfer in the pass and the index of the piece. These are equal on all ranks, even if only some ranks have captured the pass.
+Layers of column and of row style alternate in a model and use different slots. Therefore peers have usually read a slot before
+it is used again.
 
-An amax agreement is one kernel: it writes the values of this rank to all peers, waits for the values of the peers, and computes
-the maxima.
+An amax agreement of up to AGREED tensors is one kernel: it writes the values of this rank to all peers, waits for the values of
+the peers, and computes the maxima.
 
 Each use of a slot has a number, which identifies the layer, the pass, the transfer and the piece. Ranks write this number to
 the headers of slots, so that during a hang the headers tell which rank waits for which transfer.
@@ -77,7 +78,7 @@ class Transport:
         self._used, self._pass, self.checked = [], NO_LAYER, []
 
     def begin(self, nbytes: int, piece: int = 0, of: int = 0) -> Slot:
-        """Begin the next transfer of the current pass, or with `piece` > 0 a further piece of transfer `of`; return its slot.
+        """Begin the next transfer of the current pass, or with `piece` > 0 a further piece of transfer `of`; return the slot.
 
         The launches after this call may push to the slots of the peers. A piece does not count as a transfer, so that later
         transfers of the pass use the same slots whether a shard is sent in one piece or in several pieces."""
@@ -89,7 +90,8 @@ class Transport:
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
-        """Return the number, 1 to 2**30 - 1, of a transfer of the current pass, or of its amax agreements (transfer 0).
+        """Return the number, 1 to 2**30 - 1, of a transfer of the current pass, or of the amax agreements of the pass (transfer
+        0).
 
         The number is a hash of the name of the use, so that all ranks compute the same number."""
         key = self._pass, transfer, piece
@@ -155,12 +157,12 @@ class Transport:
         return tuple(slot.copied(part) if part.is_contiguous() else slot.copied(part.t()).t() for part in parts)
 
     def count(self, part: Tensor, peer: int) -> None:
-        """Report a copy of `part` to `peer` to the observer, unless launches are recorded."""
+        """Let the observer count a copy of `part` to rank `peer`, unless `peer` is this rank or launches are recorded."""
         if peer != self.rank and not is_recording():
             observer.copies(part, self.group)
 
     def agree(self, observed: Sequence[Tensor]) -> list[Tensor]:
-        """Return the elementwise maxima over the ranks of nonnegative fp32 tensors, which have at most MAXIMA values each.
+        """Return the elementwise maxima of nonnegative fp32 tensors over the ranks. Each tensor has at most MAXIMA values.
 
         One kernel processes at most AGREED tensors with together at most MAXIMA values."""
         if not is_recording():
@@ -206,7 +208,7 @@ class Transport:
 
     @property
     def memory(self) -> list[Tensor]:
-        """This rank's memory of all slots, whose addresses do not change. Captured launches read and write it."""
+        """This rank's memory of all slots, whose addresses do not change. Captured launches read and write this memory."""
         return [span for slot in self._slots.values() for span in slot.spans()]
 
 

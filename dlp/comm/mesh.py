@@ -1,4 +1,4 @@
-"""Mesh of ranks: a DeviceMesh with the axes dp_replicate, dp_shard, cp and tp, and sizes, groups and ranks on these axes.
+"""Mesh of ranks: a DeviceMesh with the axes dp_replicate, dp_shard, cp (if cp > 1) and tp, and sizes and groups of these axes.
 
     mesh = build_mesh(tp=2)                      creates the process groups; users pass the mesh to dlp
     dims = ParallelDims.from_mesh(mesh)          sizes, groups and this rank's coordinates
@@ -42,7 +42,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of the mesh axes. With a `mesh`, also this rank's groups and coordinates."""
+    """Sizes of the mesh axes, and with a `mesh` also this rank's groups and coordinates."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -54,8 +54,8 @@ class ParallelDims:
     def build(
         cls, world_size: int, *, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
     ) -> ParallelDims:
-        """Return the sizes of all axes. A size of -1 becomes `world_size` divided by the other sizes. Raises ValueError if the
-        product of the sizes is not `world_size`."""
+        """Return the sizes of all axes. A size of -1 becomes `world_size` divided by the other sizes. Raises ValueError for a
+        size less than 1 other than -1, for more than one -1, and if the product of the sizes is not `world_size`."""
         sizes = dict(zip(AXES_WITH_CP, (dp_replicate, dp_shard, cp, tp), strict=True))
         for axis, size in sizes.items():
             if size != -1 and size < 1:
@@ -179,7 +179,7 @@ class ParallelDims:
         return AXES_WITH_CP if group == WORLD else FLATTENED.get(group, (group,))
 
     def _wide(self, group: str) -> tuple[str, ...]:
-        """Return the axes of a group that have several ranks."""
+        """Return the axes of a group whose size is more than 1."""
         return tuple(axis for axis in self._axes_of(group) if self.size(axis) > 1)
 
     def rank(self, axis: str) -> int:
@@ -319,8 +319,8 @@ def build_mesh(
         The mesh. The axis cp exists only if its size is more than 1.
 
     Raises:
-        ValueError: if the product of the sizes is not the world size, or for an unknown transport, before a process group is
-            created; on all ranks, for transport="mapped" if the tp ranks cannot map each other's memory.
+        ValueError: for sizes whose product is not the world size, and for an unknown transport; no process group is created
+            then. For transport="mapped", on all ranks, if the tp ranks cannot map each other's memory.
 
     Examples:
         >>> mesh = dlp.build_mesh(tp=1)
@@ -342,7 +342,7 @@ def shutdown() -> None:
     """Free mapped memory and destroy the process group at the end of a successful run. After an error do not call this
     function: it may hang.
 
-    NCCL waits until no CUDA graph contains a collective of the group: drop all references to such graphs before.
+    NCCL waits until no CUDA graph contains a collective of the group: drop all references to such graphs before the call.
     """
     gc.collect()  # frees CUDA graphs in reference cycles
     transports.destroy()

@@ -7,12 +7,12 @@ The observer reads the arguments of the collectives that torch executes, so that
 DTensor, user code and opaque ops; it does not read the plan. Code that sends bytes without a collective (copies into memory
 of a peer) calls `copies`.
 
-The count is the number of bytes that this rank sends to other ranks, as the least traffic that the collective needs. For R
-ranks and an input of n elements of s bytes:
+The count is the number of bytes that this rank sends if all data goes directly from the sender to each rank that needs it. For
+R ranks and an input of n elements of s bytes:
 
     all_gather       (R-1) n s                the shard goes to every other rank
     reduce_scatter   n s - n s / R            all but this rank's part of the input
-    all_to_all       n s - n s / R            the same; with unequal splits, n s minus the part for this rank
+    all_to_all       n s - n s / R            all but this rank's part; with unequal splits, n s minus the part for this rank
     all_reduce       2 (R-1) ceil(n/R) s      a reduce-scatter and an all-gather of equal parts
     broadcast        (R-1) n s on the root, 0 on other ranks
     scatter          on the root, the parts for other ranks
@@ -62,7 +62,7 @@ class Label(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Key of a count of bytes.
+    """Key of a count of bytes or of launches.
 
     group       name of the process group, one of `dlp.comm.mesh.GROUPS`
     kind        collective: "all_gather", "reduce_scatter", ..., "send" or "copy"
@@ -83,9 +83,10 @@ _LABEL: ContextVar[Label] = ContextVar("dlp_observer_label", default=_NOBODY)
 
 
 class _Uncounted:
-    """A `nullcontext` that runs no Python code. Every transfer enters this context while no observer is active."""
+    """A `nullcontext` that runs no Python code. Transfers enter this context while no dispatch mode, and so no observer, is
+    active."""
 
-    __enter__ = __exit__ = "".format  # a C function that accepts any arguments and returns "", which is false
+    __enter__ = __exit__ = "".format  # a C function that accepts any arguments and returns "" (false)
 
 
 UNCOUNTED: Any = _Uncounted()
@@ -113,8 +114,8 @@ def _labelled(fields: dict[str, str]) -> Iterator[None]:
 
 
 def default_precision(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Return a context manager in which transfers count with precision `dtype`, unless their label has a precision. It is
-    meant for tensors that are sent as bytes."""
+    """Return a context manager in which transfers are counted with precision `dtype`, unless their label has a precision. The
+    context manager is meant for tensors that are sent as bytes."""
     return label(precision=_LABEL.get().precision or dtype_name(dtype))
 
 
@@ -133,8 +134,8 @@ def scattered(nbytes: int, ranks: int) -> int:
 
 
 def reduced(numel: int, itemsize: int, ranks: int) -> int:
-    """Return the bytes that a rank sends in an all-reduce of `numel` elements: one part to each other rank, then the sum of its
-    own part to every other rank."""
+    """Return the bytes that a rank sends in an all-reduce of `numel` elements: one part of its input to each other rank, then
+    the sum of its part to every other rank."""
     return 2 * (ranks - 1) * -(-numel // ranks) * itemsize
 
 
@@ -173,8 +174,8 @@ _RULES: dict[str, Rule] = {
     "send": lambda t, at: t.nbytes,
     "copy": lambda t, at: t.nbytes,
 }
-# op -> (kind, name of the argument that is sent). For a kind with the suffix [], the argument is a list of lists; each inner
-# list has one part for each rank.
+# op -> (kind, name of the argument that is sent). For a kind with the suffix [], the argument is a list with one part for each
+# rank, or a list of such lists.
 _OPS = {
     "c10d::allreduce_": ("all_reduce", "tensors"),
     "c10d::allreduce_coalesced_": ("all_reduce", "tensors"),
@@ -210,7 +211,7 @@ _OPS = {
     "dlp::copies": ("copy", "source"),
     "dlp::agrees": ("all_reduce", "source"),
 }
-_SILENT = {  # ops of these namespaces that send no payload
+_SILENT = {  # ops in _NAMESPACES that send no payload
     "c10d::recv_", "c10d::recv_any_source_", "c10d::barrier", "c10d::monitored_barrier_", "c10d::check_for_nan",
     "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "_c10d_functional::irecv",
 }  # fmt: skip

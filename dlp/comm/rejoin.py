@@ -7,7 +7,7 @@ the prefix of the group's keys:
 
     rank 0     sets session = S, a new random name
     rank r     reads S, and sets joined/r = "S N", where N is a random name of this process; repeats this if session changes
-    rank 0     sets confirmed/S = the names N of all ranks, as soon as every joined/r begins with S
+    rank 0     sets confirmed/S = the names N of all other ranks, as soon as every joined/r begins with S
     rank r     uses S if confirmed/S contains its N
 """
 
@@ -57,7 +57,7 @@ def agreed(store: dist.Store, rank: int, world: int, patience: float = PATIENCE)
 
 
 class _Told:
-    """Callable of a rank other than 0 that returns the name of the attempt, or "" if rank 0 has not confirmed this rank yet.
+    """Callable that a rank other than 0 polls. It returns the name of the attempt, or "" if rank 0 has not confirmed this rank.
 
     mine   the random name of this process"""
 

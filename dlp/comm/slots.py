@@ -7,8 +7,8 @@
     release     signals all peers that this rank has read its buffer
 
 All ranks use a slot in the same order. Ranks signal by flags in the headers of the buffers (`dlp/kernels/csrc/transport.cu`).
-The values of the flags do not depend on the step, so that each call is a launch that can be captured. Torch's symmetric memory
-allocates the buffers and exchanges addresses; multicast is not needed.
+The arguments of launches do not depend on the step, so that the launches can be recorded once and repeated in every step.
+Torch's symmetric memory allocates the buffers and exchanges addresses; NVLink multicast is not needed.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PAD, GRANULE = 16 << 10, 2 << 20
 MAXIMA, AGREED = 1 << 16, 8  # one amax agreement takes at most MAXIMA fp32 values in at most AGREED tensors
 # Clauses of messages: the action that the awaited rank has not done yet. `Wait.what` is an index into this tuple.
 WAITS_FOR = ("has not read the previous transfer", "has not sent its part", AGREES := "has not agreed")
-# Indices of int32 flags in a header: the first of RANKS flags, one for each rank; USES: a single number
-# (`dlp/kernels/csrc/transport.cu`).
+# Indices of int32 flags in a header (`dlp/kernels/csrc/transport.cu`). UNREAD, SENT and MET are indices of the first of RANKS
+# flags, one for each rank. USES is the index of a single number.
 UNREAD, SENT, MET, USES = 0, RANKS, 2 * RANKS, 3 * RANKS
 Named = Callable[[int], str]  # maps the number of a use of a slot to a name for messages
 
 
 class Place(NamedTuple):
-    """Position of a part in the payload of a buffer, in bytes: `height` rows of `width` bytes, the first row at `offset`,
-    with a row stride of `pitch`."""
+    """Position of a part in the payload of a buffer: `height` rows of `width` bytes each. The first row begins at byte
+    `offset`; the row stride is `pitch` bytes."""
 
     offset: int
     width: int
@@ -52,8 +52,8 @@ class Wait(NamedTuple):
     """Pair of ranks of a group in which rank `a` waits for rank `b`.
 
     what    index of the outstanding action of `b` in WAITS_FOR
-    use     number of the use of the slot that `a` has begun; for an amax agreement, `waiting` returns the index of the
-            agreement instead
+    use     number of the use of the slot that `a` has begun. For an amax agreement, the function `waiting` puts the index of
+            the agreement here
     other   number of the use that `b` has begun, if `b` has begun a different use; else 0
     """
 
@@ -77,8 +77,8 @@ class Slot(Protocol):
     copied      returns a copy of a contiguous part of the buffer
     agree       writes the elementwise maxima of `observed` over the ranks to `largest`
     spans       returns this rank's memory whose addresses launches use
-    complaint   returns the wait of a kernel that ended the program of this GPU, the expected value and the last value read;
-                None: no kernel has ended the program
+    complaint   if a kernel waited longer than PATIENCE and ended the program of this GPU: returns the wait, the value that the
+                kernel expected and the last value that it read; else None
     waits       returns the pairs of ranks in which one rank waits for the other now
     """
 
@@ -186,13 +186,14 @@ def mapped_bytes(nbytes: int) -> int:
 def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
     """Return the pairs of ranks in which one rank waits for the other.
 
-    headers   for each rank, the flags in the header of its buffer of one slot"""
+    headers   headers[r] contains the flags in the header of the buffer of rank r; all buffers belong to one slot"""
     found = []
     for a, b in permutations(range(len(headers)), 2):
         of_a, of_b = headers[a], headers[b]
         if of_b[MET + a] > max(of_a[USES], of_a[MET + b]):
             found.append(Wait(a, b, 2, of_b[MET + a]))
-        elif use := of_a[UNREAD + b]:  # a has begun; a waits for the push of b if only a has signalled a push
+        elif use := of_a[UNREAD + b]:  # a has begun a use
+            # a waits for the push of b if a has signalled that it pushed, and b has not
             awaits_push, other = of_b[SENT + a] and not of_a[SENT + b], of_b[UNREAD + a]
             found.append(Wait(a, b, 1 if awaits_push else 0, use, other if other != use else 0))
     return found

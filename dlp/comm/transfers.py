@@ -20,7 +20,7 @@ from dlp.comm.slots import Place, Slot
 from dlp.comm.wire_checks import Chunks, Transfer, WireChecks
 
 Cuts = Sequence[tuple[int, int]]  # rows [start, stop) of each piece of a shard; the last stop is the number of rows
-WHOLE: Cuts = ((0, 1),)  # one piece
+WHOLE: Cuts = ((0, 1),)  # one piece, the full shard; the two numbers are not read
 
 
 class SlotSource(Protocol):
@@ -61,7 +61,7 @@ class Gathering:
         """Start sending `mine`. Rank r pushes to rank r + 1 first, then to r + 2, and so on, so that no two ranks push to the
         same rank at the same time.
 
-        cuts   rows of each piece; `others` can wait for the pieces one by one. Several pieces need dim 0 for all parts
+        cuts   rows of each piece; `others` can wait for the pieces one by one. Several pieces need dim 0 for all sent parts
         """
         transport, world = self.transport, self.transport.world
         self._piece_slots = [*(transport.begin(0, piece, self._transfer) for piece in range(1, len(cuts))), self.slot]
@@ -84,7 +84,7 @@ class Gathering:
         return Pending((), self.all_parts)
 
     def others(self, piece: int = -1) -> Parts:
-        """Return the gathered parts. This rank's rows of a part are valid only if `mine` was written there.
+        """Return the gathered parts. This rank's rows of a part are valid only if `mine` is stored in the slot.
 
         The current stream waits for all rows of other ranks, or with `piece` only for their pieces 0 to `piece`."""
         piece %= len(self._piece_slots)
@@ -99,14 +99,15 @@ class Gathering:
         return self.others()
 
     def _keep(self) -> None:
-        """Copy `mine` into this rank's slot on the current stream, except for parts that were written there."""
+        """Copy `mine` into this rank's slot on the current stream, except for parts that are stored there already."""
         for part, place in () if self._kept else self._sent():
             if part.data_ptr() != self.slot.payload.data_ptr() + place.offset:
                 self.slot.keep(part, place)
         self._kept = True
 
     def _arriving(self, mine: Sequence[Tensor]) -> Chunks:
-        """Return the gathered parts, split by rank; for this rank `mine`, because its rows of the slot may be unwritten."""
+        """Return the gathered parts, split by rank. The entry of this rank is `mine`, because this rank's rows of the
+        slot may be unwritten."""
         world = self.transport.world
         cut = [self.whole[i].chunk(world, self.dims[i] or 0) for i in self.starts if self.whole[i].numel()]
         return {rank: [parts[rank] for parts in cut] for rank in range(world)} | {self.transport.rank: mine}
@@ -166,7 +167,7 @@ class Exchange:
     def _ends(self) -> tuple[Chunks, Chunks]:
         """Return the chunks for each other rank, and the memory of the chunks from each other rank.
 
-        Two ranks send the same rows to each other, so that the received rows follow from the sent rows."""
+        Two ranks send rows with the same indices to each other, so that the sent rows determine the received rows."""
         outgoing, arriving = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         for to, row, chunks in self._sent:
             if to != self._transport.rank:

@@ -3,9 +3,9 @@ without progress.
 
 Waits of CUDA streams have no timeout. The watch thread reads the current Python frame of the main thread, which does not slow
 the main thread down. If the frame has not changed for half of PATIENCE, the watch thread also reads for which peers this rank
-waits in mapped memory. If neither the frame nor the waits change for the other half, the watch thread prints the waits and ends
-the process, as NCCL's watchdog does. While the main thread progresses, the watch thread reads nothing from the GPU, in
-particular not while a CUDA graph is captured.
+waits in mapped memory. If there are such waits, and neither the frame nor the waits change for another half of PATIENCE, the
+watch thread prints the waits and ends the process, as NCCL's watchdog does. While the main thread progresses, the watch thread
+reads nothing from the GPU, in particular not while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Watch:
             time.sleep(slots.PATIENCE / LOOKS)
 
     def look(self, of: Transport, now: float) -> bool:
-        """Check once, at time `now` in seconds. After PATIENCE seconds without progress, call `end` and return True; else
-        return False."""
+        """Check once, at time `now` in seconds. If this rank waits in mapped memory and has made no progress for PATIENCE
+        seconds, call `end` and return True; else return False."""
         place = frame_of_main()
         if place != self._place:
             self._place, self._stood, self._waits = place, now, []

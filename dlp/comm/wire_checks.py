@@ -10,8 +10,8 @@ The sender computes a checksum of each chunk before the transfer, and the receiv
 group. The checksums are computed as follows:
 
     all-gathers and all-to-alls of NCCL and gloo      in the dispatch mode, which waits for these collectives
-    mapped memory; sends and receives of `chunked`    by the code that issues the transfer: `sends` before it, `Transfer.wait`
-                                                      after the chunks arrived and before their memory is reused
+    mapped memory; sends and receives of the          by the code that issues the transfer: `sends` before the transfer, and
+    overlap strategy `chunked`                        `Transfer.wait` after the chunks arrived and before their memory is reused
 
 Reductions inside NCCL or gloo, amax agreements, and sends and receives of user code are not checked.
 """
@@ -43,8 +43,8 @@ Chunks = Mapping[int, Sequence[Tensor]]
 
 
 def unobserved_checksums(*tensors: Tensor) -> Tensor:
-    """Return `dlp.kernels.ops.checksums`, computed without dispatch modes, which would make each operation of torch several
-    times slower."""
+    """Return `dlp.kernels.ops.checksums` of the tensors, computed without dispatch modes, because each operation of torch is
+    several times slower under a dispatch mode."""
     with _disable_current_modes():
         return checksums(*tensors)
 
@@ -72,7 +72,7 @@ class Transfer:
         return flat.view(-1, len(some)).t()
 
     def wait(self) -> None:
-        """Compute the checksums of the received chunks. The current stream has waited for the transfer."""
+        """Compute the checksums of the received chunks. The current stream must wait for the transfer before this call."""
         self.arrived, self._arriving = self._sums(self._arriving), {}  # drops the references to the received memory
 
 
@@ -165,6 +165,6 @@ class WireChecks(Observer):
 
 
 def _by_rank(tensors: Tensor | Sequence[Tensor], ranks: int) -> Chunks:
-    """Return for each rank the views of its chunk of each tensor: a tensor is split into `ranks` equal chunks."""
+    """Split each tensor into `ranks` equal chunks. Return rank -> views of chunk number `rank` of all tensors."""
     parts = [tensor.view(ranks, tensor.numel() // ranks) for tensor in tree_leaves(tensors)]
     return {rank: [part[rank] for part in parts] for rank in range(ranks)}

@@ -36,7 +36,7 @@ class Held(NamedTuple):
 
     name         name of the parameter in the model
     q            the rowwise operand on this rank
-    parameter    the parameter; if it is a DTensor, its placements are those of the weight
+    parameter    the parameter of this name; a DTensor parameter has the placements of the weight
     activation   quantizer of x; None: x stays in high precision
     y            quantizer of y; None: y stays in high precision
     """
@@ -49,7 +49,7 @@ class Held(NamedTuple):
 
 
 def held_weights(model: nn.Module) -> Iterator[Held]:
-    """Yield the quantized weights of a model, of converted layers and of plain modules."""
+    """Yield each quantized weight of a model, both in converted layers and in plain modules."""
     for name, module in model.named_modules():
         if isinstance(module, ParallelLinear):
             for weight in module.core.weights:
@@ -169,7 +169,8 @@ def saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def whole_part(held: Held, part: Part, tensor: Tensor) -> Tensor:
-    """Gather a part of a weight from its shards. tensor: this rank's shard of the part."""
+    """Return a copy of the full part of a weight; if the parameter is a DTensor, gather the shards of all ranks. tensor: this
+    rank's shard of the part."""
     if not isinstance(held.parameter, DTensor):
         return tensor.detach().clone()
     placements = _placements(held, part)

@@ -9,7 +9,7 @@
     nvfp4                  weight_packed uint8 [N, K/2], weight_scale e4m3 [N, K/16],
                            weight_global_scale fp32 [1] = 2688 / amax                nvfp4-pack-quantized, tensor_group
     int8 rows, x in int8   weight int8 [N, K], weight_scale fp32 [N, 1]              int-quantized, channel
-    other integers         weight_packed int32 [N, ceil(K bits / 32)], weight_scale fp32 [N, 1] or [N, K/group],
+    other integers         weight_packed int32 [N, ceil(K * bits / 32)], weight_scale fp32 [N, 1] or [N, K/group],
                            weight_shape int64 [2], weight_zero_point int32           pack-quantized, channel or group
     static x               input_scale fp32 [1]; with zero points also input_zero_point int8 [1]
 
@@ -125,7 +125,7 @@ def _each_row(scale: Tensor, block: int, rows: int) -> Tensor:
 def _encode_integers(
     fmt: Int, codes: Tensor, scale: Tensor, zero: tuple[Tensor, ...], shape: tuple[int, int], x_in_codes: bool
 ) -> dict[str, Tensor]:
-    """`encode` for integers. zero: zero points, if the format has them; x_in_codes: whether x is quantized."""
+    """Run `encode` for an integer format. zero: zero points, if the format has them; x_in_codes: whether x is quantized."""
     scales = scale if fmt.group else scale[:, None]
     if _plain_int8(fmt, x_in_codes):
         return {"weight": codes, "weight_scale": scales}
@@ -173,8 +173,9 @@ def static_x(
     tensors   tensors of the linear
     exact     numbers of the header
 
-    The result is the first of `choices` that computes the tensors in the file from the exact number in the header. If the
-    header has none, it is the first choice, and its static scale is computed from the tensors.
+    The result is the first of `choices` for which the exact number in the header gives the tensors in the file. If there is no
+    such choice, for example because the header has no exact number, the result is the first choice, with a static scale that is
+    computed from the tensors.
     """
     stated = [tensors[name].reshape(1) for name in X_PARTS if name in tensors]
     for activation in choices:
@@ -220,7 +221,7 @@ def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Map
 
 
 def _decode_integers(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) -> QuantizedTensor:
-    """`decode` for integers."""
+    """Run `decode` for an integer format."""
     bits, group = int(weights["num_bits"]), int(weights.get("group_size") or 0)
     group = 0 if weights["strategy"] == "channel" else group
     fmt, scale = Int(bits, group, bool(weights["symmetric"])), tensors["weight_scale"].float()
@@ -348,8 +349,8 @@ def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def static_choices(x: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Quantizer]:
-    """Return the static quantizers that the table `input_activations` x may stand for, for `static_x`. weights: table of the
-    weight."""
+    """Return the static quantizers that the table `input_activations` x may mean; `static_x` chooses one of them. weights: the
+    table `weights` of the same scheme."""
     if x["type"] == "int":
         symmetric = bool(x["symmetric"])
         narrow = (False, True) if symmetric else (False,)

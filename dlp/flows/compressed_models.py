@@ -51,8 +51,8 @@ def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, A
         A sentence with the number of layers and the bytes of codes and of other tensors.
 
     Raises:
-        ValueError: before anything is written, for a model without quantized weights, for a format that compressed-tensors does
-            not have, and for a layer that quantizes y or has several weights.
+        ValueError: before anything is written, for a model without quantized weights, for a format, padding or static scale of
+            x that compressed-tensors does not have, and for a layer that quantizes y or has several weights.
         ImportError: without the package safetensors.
 
     Examples:
@@ -192,7 +192,8 @@ class SavesCodes:
         self.model = model
 
     def __call__(self, save_directory: str | Path, **options: Any) -> None:
-        """Save the model. Raises ValueError for options of `save_pretrained` that would have no effect."""
+        """Save the model. The options is_main_process, safe_serialization and max_shard_size are accepted, but have no effect.
+        Raises ValueError for other options of `save_pretrained`."""
         lost = sorted(options.keys() - {"is_main_process", "safe_serialization", "max_shard_size"})
         if lost:
             raise ValueError(
@@ -228,7 +229,7 @@ class StoredLayer(NamedTuple):
 
 
 class Folder:
-    """Reader of a folder of compressed-tensors. Raises ValueError for a folder without such files.
+    """Reader of a folder of compressed-tensors. Raises ValueError if config.json is missing or of another format.
 
     config   `quantization_config` of config.json
     files    for each tensor its file
@@ -273,7 +274,7 @@ class Folder:
         return StoredLayer(compressed.decode(given, scheme["weights"], exact), scheme, given, exact)
 
     def others(self) -> list[str]:
-        """Return the names of all other tensors, in the files."""
+        """Return the names of the tensors in the files that do not belong to a layer with codes."""
         own = {f"{layer}.{key}" for layer in self.layers() for key in compressed.NAMES}
         return [name for name in self.files if name not in own]
 
@@ -290,13 +291,14 @@ def load_compressed(
         recipe: recipe whose quantizer of x is used, for example the recipe of training; or a function that returns a recipe for
             the name of a layer; None: x is quantized as config.json states, with default options.
         mode: "weight_only": x stays in high precision; "dynamic" or "static": as in `dlp.quantize_`; None: as config.json
-            states, and "dynamic" for a `recipe` if config.json does not quantize x.
+            states, or "dynamic" if config.json does not quantize x and a `recipe` is given.
 
     Returns:
         Names of the layers with quantized weights.
 
     Raises:
-        ValueError: for missing or unknown tensors, for shapes that differ, and for a recipe whose weights have another format.
+        ValueError: for missing or unknown tensors, for shapes that differ, for a recipe that does not fit the files or the
+            mode, and for mode "static" without a static scale in the folder.
         ImportError: without the package safetensors.
 
     Examples:

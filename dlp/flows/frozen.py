@@ -59,7 +59,8 @@ class Nothing(Format):
 
 @dataclass(frozen=True)
 class NotMade:
-    """Quantizer that returns an operand without parts: for the columnwise operand of a frozen weight, which has no backward."""
+    """Quantizer that returns an operand without parts: for the columnwise operand of a weight, which a frozen layer never
+    reads."""
 
     format: ClassVar[Format] = Nothing()
     reduces: ClassVar[tuple[int, ...]] = ()

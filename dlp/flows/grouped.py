@@ -5,9 +5,9 @@
     offsets [E]   index at which the rows of each expert end; an expert may have no rows
 
 Each expert is a separate linear (`bank[e]`, with a parameter `e.weight` [N, K]). Recipes, tensor parallelism, quantized gathers
-of FSDP, delayed scales, checkpoints and `dlp.quantize_` treat an expert like any other linear, and results are bitwise equal to
-those of this linear, called with the rows of the expert. An expert without rows also runs: it takes part in collectives and
-gets a gradient of zeros, which FSDP needs on every rank.
+of FSDP, delayed scales, checkpoints and `dlp.quantize_` treat an expert like any other linear. If the experts run one after the
+other, results are bitwise equal to separate calls of these linears, each with the rows of one expert. An expert without rows
+also runs: it takes part in collectives and gets a gradient of zeros, which FSDP needs on every rank.
 
 On a GPU, if x is bf16 and the experts are neither quantized nor sharded nor have a delayed wgrad, they run as one
 `torch.nn.functional.grouped_mm`, which may round differently. On sm_90, with rowwise FP8, fprop of all experts is one
@@ -241,8 +241,8 @@ def group_experts(model: nn.Module) -> list[str]:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Return whether a module has 3-D expert weights without a bias of gate and up, and `act_fn`, as Mixtral and Qwen3-MoE of
-    transformers 5 do."""
+    """Return whether a module has the form of the experts of Mixtral and Qwen3-MoE in transformers 5: 3-D weights
+    `gate_up_proj` and `down_proj`, no `gate_up_proj_bias`, and `act_fn`."""
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and hasattr(module, "act_fn")):
         return False

@@ -4,7 +4,7 @@
                                                                          CPU decodes the weights in each forward
     dlp.pack_int4(model)                                                 torch's CPU kernel reads the codes
 
-    y = x @ ((codes - 8) * scale + zero).T      codes 0 to 15; scale and zero in bf16, one of each for a group of K
+    y = x @ ((codes - 8) * scale + zero).T      codes are 0 to 15; each group along K has a bf16 scale and zero
 
 The kernel reads bf16 scales and rounds decoded weights to bf16. Results therefore differ from those of `dlp.quantize_` by bf16
 rounding.

@@ -75,7 +75,7 @@ class LoRALinear(nn.Module):
 
 
 def _dtype(base: nn.Linear) -> torch.dtype:
-    """Return the dtype of the adapter: the dtype of the base weight, or bf16 if that is not floating-point."""
+    """Return the dtype of the adapter: the dtype of the base weight if it is floating-point, else bf16."""
     return base.weight.dtype if base.weight.dtype.is_floating_point else torch.bfloat16
 
 
@@ -92,8 +92,9 @@ def lora(
         rank: rank of the adapters.
         alpha: the output of an adapter is multiplied by alpha / rank; None: alpha = rank.
         layers: pattern of module names, as in a layer group, or several patterns.
-        base: recipe by which `dlp.quantize_` quantizes the weights of these linears ("nvfp4", "fp8_block", "int8", ...); "int4"
-            means `dlp.recipe("qat", weight="int4 group 32")`, and so on for "int2" to "int7"; None: weights are not quantized.
+        base: recipe by which `dlp.quantize_` quantizes the weights of the matching linears ("nvfp4", "fp8_block", "int8",
+            ...); "int4" means `dlp.recipe("qat", weight="int4 group 32")`, and so on for "int2" to "int7"; None: weights are
+            not quantized.
         dropout: probability of dropout of x before the adapter.
 
     Returns:
@@ -159,7 +160,7 @@ def lora_groups(model: nn.Module, groups: Sequence[LayerGroup], recipe: Any = "b
         lora_B.
 
     Raises:
-        ValueError: for a pattern that matches no layer.
+        ValueError: for a layer group that matches no linear.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))

@@ -38,8 +38,8 @@ def quantize_(
         model: plain model.
         config: a recipe (name, dict or `Recipe`); or a config of torchao, which is passed with `filter_fn` to
             `torchao.quantization.quantize_`.
-        filter_fn: `filter_fn(module, name)` returns whether to quantize a module; None: all linears. Adapters of `dlp.lora` are
-            never quantized, since they are trained; their base is.
+        filter_fn: `filter_fn(module, name)` returns whether to quantize a module; None: all linears. lora_A and lora_B of
+            `dlp.lora` are never quantized, since they are trained.
         mode: "weight_only", "dynamic" or "static", as in `dlp.freeze`; "static" requires `dlp.calibrate` before.
 
     Returns:

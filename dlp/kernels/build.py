@@ -3,8 +3,9 @@
     python -m dlp.kernels.build                                  for this machine's GPU
     python -m dlp.kernels.build --compile-only sm_90a sm_100a    check, without optimization, that the sources compile
 
-The exit status is 2 if a program or package is missing, which the message names, and 1 if the sources do not compile. The
-module is stored in ~/.cache/dlp, or in the folder that the environment variable DLP_CACHE names.
+The exit status is 2 if a program, package or GPU is missing or has an unsupported version, which the message names, and 1 for
+other failures, for example if the sources do not compile. The module is stored in ~/.cache/dlp, or in the folder that the
+environment variable DLP_CACHE names.
 """
 
 from __future__ import annotations

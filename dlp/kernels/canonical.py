@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on how ranks cut a tensor, nor on the kernel that adds.
+"""Sums whose bits depend neither on the sharding of a tensor over ranks nor on the order in which a kernel adds.
 
 A sum over a dimension is divided into canonical segments: contiguous parts of equal length of the unsharded dimension. The sum
 of a segment has the same bits in every order of addition, and the segments are added in fp32 by a binary tree:
@@ -125,11 +125,11 @@ def row_sums(x: Tensor, segments: int) -> Tensor:
 
 
 def sums_by_index(x: Tensor, index: Tensor, counts: Tensor, rows: int) -> Tensor:
-    """Return fp32 [rows, features]: row r is the sum of the rows of x [M, features] with `index` r, int64 [M], for which
-    `counts`, bool [M], is True.
+    """Return fp32 [rows, features]: row r is the sum of all rows m of x [M, features] with index[m] = r and counts[m] = True.
+    `index` is int64 [M], `counts` is bool [M].
 
-    Values are rounded to integers times a power of two, which follows from the largest value of the feature in all rows of x;
-    the sums of these integers are exact."""
+    Values are rounded to integers times a power of two; the power follows from the largest value of the feature in all rows of
+    x. The sums of these integers are exact."""
     integers, unit = _integers(x.t(), _bits_of_sum(len(x)))
     chosen = torch.where(counts[:, None], integers.t(), 0.0)
     sums = chosen.new_zeros(rows, x.shape[1]).index_add_(0, index, chosen)
@@ -142,8 +142,8 @@ def _bits_of_sum(terms: int) -> int:
 
 
 def square_sums(tensors: Sequence[Tensor], largest: Tensor) -> Tensor:
-    """Return the sum of squares of the elements of each tensor as three digits of 30 bits, int64 [tensors, 3]. The digits of
-    several ranks may be added in any order.
+    """Return the sum of squares of the elements of each tensor as three digits to the base 2^30, int64 [tensors, 3]. The digits
+    of several ranks may be added in any order.
 
     largest: fp32 [tensors], for each tensor at least the largest magnitude over all ranks that have a part of the tensor."""
     scales, digits = _power_of_two(-_exponents(largest)), []

@@ -8,9 +8,9 @@ An operation without a kernel for its arguments runs the reference, for example 
 matrix may be a `LazyMatrix`, whose elements the kernel computes while reading the inputs (lazy_matrix.py).
 
 A cast returns the parts of the operand, written into `out` if given. A cast sets `flag`, fp32 [], to NaN if a value of x is not
-finite; the host may read the flag later, so that the cast does not wait for it. `..._both` returns the operands of x and of
-x.t() from one read, bitwise equal to two casts. `..._batch` prepares one such launch for many matrices, into existing outputs,
-on CUDA only. Casts with a scale per block are in casts_blocks.py, NVFP4 casts in casts_fp4.py.
+finite; the host may read the flag later, so that the host does not wait for the cast. `..._both` returns the operands of x and
+of x.t() from one read, bitwise equal to two casts. `..._batch` prepares one such launch for many matrices, into existing
+outputs, on CUDA only. Casts with a scale per block are in casts_blocks.py, NVFP4 casts in casts_fp4.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ cast_fp8_rowwise_both = lazy_operation(reference.cast_fp8_rowwise_both)
 
 
 def has_batches(x: Tensor) -> bool:
-    """Return whether batched casts can read matrices with the device and strides of x without a copy."""
+    """Return whether batched casts can read matrices with the device, dtype and strides of x without a copy."""
     return dispatch.has_kernel(x) and cuda.readable(x)
 
 

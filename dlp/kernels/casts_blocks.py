@@ -5,7 +5,7 @@
 
 Kernels exist for the blocks of TILE_OF and MX_TILE_OF. A tensor of scales has the compact shape [row blocks, C blocks], and may
 be a view of memory with another layout: the layout that a GEMM reads (`empty_block_scales`), or the block dimension first,
-which kernels store fastest (`empty_mx_scales`). A kernel recognises the layout by the strides, and writes scales in that
+which kernels store fastest (`empty_mx_scales`). A cast recognises the layout by the strides, and writes scales in that
 layout.
 """
 

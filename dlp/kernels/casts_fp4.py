@@ -4,8 +4,8 @@
     cast_nvfp4                      packed codes, E4M3 scales and the amax
 
 The kernels apply the Hadamard transform to the columns of the matrix (a columnwise operand), with the signs RHT_SIGNS. Kernels
-cast tiles, the blocks of weights, only without transform and with rounding to nearest. Lazy norms and activations are computed
-and stored first, because these kernels are bound by instructions, and a fused producer would slow the casts down.
+cast 16x16 tiles (blocks of weights) only without transform and with rounding to nearest. Lazy norms and activations are
+computed and stored first, because these kernels are bound by instructions, and a fused producer would slow the casts down.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def cast_nvfp4(
     """Return packed codes [rows, C/2], E4M3 scales [row blocks, C/16] and the amax for decoding, of x [rows, C].
 
     amax            amax of the tensor, fp32 [], on which the ranks of the amax group agree
-    rht             cast rht16(x, signs)
+    rht             cast rht16(x, signs) in place of x
     draw            random bits of stochastic rounding; None: round to nearest
     four_over_six   choose between two scales for each block (`reference.nvfp4`); only with rounding to nearest
     """

@@ -163,7 +163,8 @@ def swizzle_128x4_kernel(scales: Tensor, lines: int | None = None, lines_each: i
 
 
 class DelayedSlots(NamedTuple):
-    """Slots with one history length and algorithm: history fp32 [L, n], other tensors [n] (`reference.delayed_update`)."""
+    """Delayed scales with the same history length and algorithm: history fp32 [L, n], other tensors [n]
+    (`reference.delayed_update`)."""
 
     history: Tensor
     scale: Tensor

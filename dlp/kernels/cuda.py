@@ -13,7 +13,7 @@ Other files: cuda_rowwise.py (rowwise FP8), cuda_fp4.py (NVFP4), cuda_codes.py (
 
 A matrix is bf16 or fp32 [rows, cols] with adjacent columns; rows may be strided. Scales of `codes` [rows, cols] span rows of x,
 scales of `codes_t` [cols, rows] span columns. A cast sets `flag`, fp32 [], to NaN if a value of x is not finite. All kernels
-run on torch's current stream without a copy to the host. Results are bitwise equal to `dlp.kernels.reference`.
+run on torch's current stream without a copy to the host. Amaxes and casts are bitwise equal to `dlp.kernels.reference`.
 """
 
 from __future__ import annotations

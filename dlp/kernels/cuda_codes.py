@@ -109,8 +109,8 @@ def swizzle(scale: Tensor, lines: int, lines_each: int, out: Tensor) -> None:
 
 
 class DelayedJob(NamedTuple):
-    """Job: update slots with one history length and algorithm. x: history fp32 [L, n]; scale, reduced, target, staging: fp32
-    [n]."""
+    """Job: update n delayed scales with the same history length L. x: history fp32 [L, n]; scale, reduced, target, staging:
+    fp32 [n]; most_recent: use the algorithm "most_recent", else "max"."""
 
     x: Tensor
     scale: Tensor
@@ -129,7 +129,7 @@ def _delayed_words(job: DelayedJob) -> Words:
 
 
 def delayed_update_batch(jobs: Sequence[DelayedJob]) -> Batch:
-    """Prepare one launch of `reference.delayed_update` for all slots, in place; staging becomes 0."""
+    """Prepare one launch that runs `reference.delayed_update` in place for all jobs and sets staging to 0."""
     words = [_delayed_words(job) for job in jobs]
     pieces = [-(-job.x.shape[1] // 32) for job in jobs]
     return _batch(loader.load().delayed_update, len(words[0]), words, pieces, jobs)

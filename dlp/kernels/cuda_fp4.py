@@ -36,8 +36,7 @@ class Nvfp4Job(NamedTuple):
 
 
 def amax_rht(x: Tensor, out: Tensor) -> None:
-    """Write to out, fp32 [2], max |x| of x [rows, cols] and the maximum of |x.t()| after the Hadamard transform along rows of
-    x.
+    """Write max |x| and max |rht16(x.t())| of x [rows, cols] to out, fp32 [2].
 
     Raises ValueError if `rows` is not a multiple of 16.
     """
@@ -103,7 +102,7 @@ def cast_nvfp4(
 ) -> None:
     """Cast to NVFP4 in blocks of 16, both orientations from one read.
 
-    rht             transform the columns first
+    rht             cast rht16(x.t()) in place of x.t() to the tensors `..._t` of the job
     draws           random bits of each orientation; None: round to nearest
     source          packed arguments of a producer (`cuda_producers`)
     four_over_six   choose between two scales for each block; only with rounding to nearest

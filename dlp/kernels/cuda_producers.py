@@ -15,7 +15,8 @@ from dlp.kernels.launches import launch
 
 RMS_NORM, SWIGLU, COLUMN_SUMS, ACTIVATION, BESIDE, LAYER_NORM = 1, 2, 3, 4, 5, 6  # producers in kernels.h
 ACTS = {"silu": 0, "gelu": 1, "relu": 2, "srelu": 3, "sigmoid": 4, "qgelu": 5}  # activations in kernels.h
-MAX_NORM_COLS = 57344  # largest number of columns for the backward of RMSNorm, in shared memory; LayerNorm: half
+# Largest number of columns for the backward of RMSNorm, limited by shared memory; for LayerNorm half of this number
+MAX_NORM_COLS = 57344
 
 
 def _vector(weight: Tensor, x: Tensor) -> Words:

@@ -1,5 +1,5 @@
-"""Amaxes and casts of both gradients of a gate: kernels that read dh, gate and up once and do not store the gradients, or two
-separate casts with the same bits.
+"""Amaxes and casts of both gradients of a gated activation act(gate) * up, by kernels that read dh, gate and up once and do not
+store the gradients, or by two separate operations with the same bits.
 
     amax_gate_grads               max |dgate| and max |dup|
     cast_gate_grads_fp8_tensor    `cast_fp8_tensor_both` of both gradients

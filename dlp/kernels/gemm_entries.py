@@ -377,7 +377,7 @@ def are_exact(a: OperandLayout, b: OperandLayout) -> bool:
 
 
 def _block_scaled(a: Parts, b: Parts, a_layout: OperandLayout, b_layout: OperandLayout, mode: int) -> Scales:
-    """Return compact scale bytes in the layout of block-scaled tensor cores."""
+    """Rearrange compact scale bytes into the layout of block-scaled tensor cores. `mode`: scale mode of both operands."""
     a_tiles = swizzle_128x4(a[1], len(a[0]), a_layout.block[0])
     return Scales(a_tiles, swizzle_128x4(b[1], len(b[0]), b_layout.block[0]), mode, mode)
 

@@ -18,9 +18,9 @@ from dlp.kernels.launches import launch
 from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunchOptions
 
 PAIR = (256, 192)  # rows and columns that a pair of SMs computes at a time
-FILLED = 0.9  # smallest fraction of the output elements of all waves that belong to the result
-CONTRACTION = 4096  # smallest C of a large GEMM
-WORK = 65536  # smallest work per pair of SMs: C times the number of output tiles of the pair
+FILLED = 0.9  # minimum of (elements of the result) / (elements that all waves can compute)
+CONTRACTION = 4096  # minimum C of a GEMM that counts as large
+WORK = 65536  # minimum work per pair of SMs: C times the number of output tiles per pair
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -34,8 +34,8 @@ def is_large(rows: int, cols: int, contraction: int, sms: int) -> bool:
 
 def takes(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None = None, accumulate: Tensor | None = None,
           options: GemmLaunchOptions = DEFAULT_OPTIONS) -> bool:  # fmt: skip
-    """Return whether this kernel multiplies codes a [rows, C] and b [cols, C] on Hopper. cuBLASLt runs GEMMs on fewer SMs
-    (`options.sms`) and GEMMs with `alpha`."""
+    """Return whether this kernel multiplies codes a [rows, C] and b [cols, C] on Hopper. False for GEMMs on fewer SMs
+    (`options.sms`) and with `options.alpha`, which cuBLASLt runs."""
     rows, contraction = a.shape
     if options.sms or options.alpha != 1.0 or contraction < CONTRACTION:
         return False  # most GEMMs return here, before the device properties are read

@@ -257,7 +257,8 @@ _WORKSPACES: dict[tuple[int, int], tuple[Tensor, int]] = {}
 
 
 def plan_of(problem: GemmProblem, device: int, tuned: bool) -> Any:
-    """Return the cached plan of a problem. Raises ValueError if cuBLASLt does not support the problem."""
+    """Return the cached plan of a problem. Raises ValueError if cuBLASLt does not support the problem, or has no
+    algorithm with the index of the measured choice."""
     plan = _PLANS.get((problem, device, tuned))
     if plan is None:
         choice = choices(device).get(key_of(problem), 0) if tuned else 0

@@ -18,7 +18,7 @@ from dlp.kernels import reference
 from dlp.kernels.registry import REFERENCE, device_of, entries, operation
 
 MULTIPLE = 16  # elements in 16 bytes of FP8, the alignment of TMA
-MOST_GROUPS = 1023  # one thread of a block prepares each group
+MOST_GROUPS = 1023  # each group is prepared by one thread of one thread block
 
 grouped_fp8_rowwise = operation(reference.grouped_fp8_rowwise)
 

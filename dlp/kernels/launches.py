@@ -36,7 +36,8 @@ _RECORDING: ContextVar[Launched | None] = ContextVar("dlp_recording", default=No
 
 
 class NotPlain(Exception):
-    """Error of a recording: a function does more than allocate, take views and launch. The message names the operation."""
+    """Error of a recording: the function cannot be replayed, for example because it runs an operation of torch. The message
+    has the reason."""
 
 
 def stream_of(tensor: Tensor) -> int:
@@ -139,8 +140,8 @@ def call(start: Callable[..., list[Any]], *tensors: Tensor) -> list[Any]:
 
 
 def by_torch(compute: Callable[..., Any], out: Tensor, *tensors: Tensor) -> Tensor:
-    """Run `compute(*tensors, out=out)`, an operation of torch, and return `out`. Inside a recording, this is recorded as a
-    `Call`."""
+    """Run `compute(*tensors, out=out)`, an operation of torch, and return `out`. Inside a recording, the operation is
+    recorded as a `Call`."""
     call(partial(_into, compute), out, *tensors)
     return out
 

@@ -117,7 +117,7 @@ def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dt
 
 
 class Produced:
-    """Result of an operation that is computed at the first read; if possible, by the kernel of the cast.
+    """Result of an operation, which the first read computes: a cast kernel while casting if possible, else `tensor()`.
 
     Args:
         matrix: lazy matrix [M, C].

@@ -33,7 +33,7 @@ CSRC = Path(__file__).parent / "csrc"
 MODULE = "dlp_kernels"
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a"}  # by compute capability
 LOG = logging.getLogger("dlp")
-CUDA = "/usr/local/cuda/bin"  # searched after CUDA_HOME and PATH
+CUDA = "/usr/local/cuda/bin"  # folder that is searched last for programs
 PACKAGED = "13"  # major release of CUDA of the extra `gpu` in pyproject.toml
 INSTALL = {  # program or header -> command that installs the program or header
     "nvcc": "pip install 'dlp[gpu]'",
@@ -64,18 +64,19 @@ class Added(NamedTuple):
 
 
 NOTHING = Added()
-# Flags for a check that the sources compile: the sources are compiled to machine code and linked, but device code is not
-# optimized, which takes most of the time of a full compilation.
+# Flags for a check that the sources compile: the sources are compiled to machine code and linked, but not optimized, because
+# the optimization of device code takes most of the time of a full compilation.
 CHECK = Added(" -Ofc=max -Xcompiler=-O0", " -O0")
 
 
 class BuildError(RuntimeError):
-    """Error of a compilation. The message is one sentence, followed by the output of the compiler."""
+    """Error of a compilation. The message is one sentence, followed by the output of the program that failed, if there is
+    any."""
 
 
 class MissingError(BuildError):
-    """Error for a missing program, package or GPU. The message names the missing part; in messages of `load`, the fallback
-    follows."""
+    """Error for a program, package or GPU that is missing or has an unsupported version. The message says what is missing;
+    in messages of `load`, the fallback follows."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def packaged_nvcc() -> Packaged | None:
 
 
 def _root_of(package: str, root: Path, roots: Sequence[Path], major: str) -> Path | None:
-    """Return the folder in which a package of PARTS is installed, preferably `root`, the folder of nvcc; None if it is missing.
+    """Return the folder in which a package of PARTS is installed, preferably `root`, the folder of nvcc; None: not installed.
     nvcc looks for nvvm only in `root`."""
     allowed = [root] if package == "nvidia-nvvm" else [root, *roots]
     return next((each for each in allowed if (each / PARTS[package].format(major=major)).exists()), None)
@@ -324,7 +325,7 @@ def compile_module(tools: Toolchain, architectures: Sequence[str], added: Added 
 
 def _compiled() -> Path:
     """Return the path of the compiled module for this machine's GPU. Raises MissingError, with the fallback in the message, or
-    BuildError if the sources do not compile."""
+    BuildError for other failures."""
     try:
         arch, tools = architecture(), find_toolchain()
         check_cuda(tools)
@@ -344,7 +345,7 @@ def load() -> ModuleType:
 
 
 def explain(error: BuildError) -> int:
-    """Print an error of the compilation and return the exit status: 2 for a missing part, 1 for sources that do not compile."""
+    """Print an error of the compilation and return the exit status: 2 for MissingError, 1 for other errors."""
     print(error, file=sys.stderr)
     return 2 if isinstance(error, MissingError) else 1
 
@@ -371,7 +372,7 @@ def require() -> None:
 def missing() -> str:
     """Return the reason why kernels do not run on this machine, which is logged once; "" if kernels run.
 
-    Raises BuildError for sources that do not compile.
+    Raises BuildError for failures other than MissingError, for example if the sources do not compile.
     """
     try:
         load()

@@ -2,8 +2,8 @@
 
     entry      `KernelEntry`: one kernel of one operation: the function that launches it, its devices, conditions on arguments
     device     one of DEVICES: "cpu", "cuda" (a GPU on which this package's kernels cannot be built), "sm_90", "sm_100"
-    look-up    the entries of an operation on a device are tried from the last registered to the first; the first entry that
-               supports the arguments runs
+    look-up    the entries of an operation on a device are tried from the newest registration to the oldest, and the first
+               match, an entry that supports the arguments, runs
 
 An operation is a function of `dlp.kernels.ops`. The decorator `operation` turns a function in plain torch, the reference, into
 an operation; the reference is an entry on every device. All GEMMs are one operation, and each entry (`GemmEntry`) lists the
@@ -87,7 +87,7 @@ class KernelEntry:
     """One kernel of one operation.
 
     operation  name of the function in `dlp.kernels.ops`
-    name       as plans print the kernel
+    name       name of the kernel in printed plans
     run        function that launches the kernel, with the arguments of the operation
     devices    names in DEVICES of the devices on which the kernel runs
     reads      dtypes of the first argument, a matrix [rows, cols]; (): any tensor
@@ -139,7 +139,7 @@ class GemmLaunchOptions(NamedTuple):
     tuned               run the algorithm that `dlp.kernels.tune` measured as the fastest, if a measurement exists
     allow_reference     allow the plain-torch reference on a GPU, if no kernel supports the GEMM
     sms                 number of SMs on which the GEMM runs; 0: all
-    out                 tensor for the result; None, or another shape, dtype or layout than the result has: a new tensor
+    out                 tensor for the result; if None, or if shape, dtype or layout do not fit, the result is a new tensor
     alpha               factor by which the sums of products are multiplied
     rounds              allow rounding the product to bf16 before the sum with a bf16 accumulator
     """
@@ -159,7 +159,8 @@ DEFAULT_OPTIONS = GemmLaunchOptions()
 class GemmLaunch(Protocol):
     """Launch of D = A @ B.T, contraction last, on the parts `a` and `b` of two operands.
 
-    Returns D in `out_dtype` plus bias [cols], added in fp32; or adds D to `accumulate` [rows, cols] and returns `accumulate`.
+    Returns D plus bias [cols], added in fp32, in `out_dtype`. If `accumulate` [rows, cols] is given, the launch adds this sum
+    to `accumulate` instead, and returns `accumulate`.
     """
 
     def __call__(
@@ -378,7 +379,8 @@ class GemmKernels:
 
 def checked(run: GemmLaunch, scales_inside: bool = False) -> GemmLaunch:
     """Return a launch with checks: raise ValueError for operands with different contractions. Empty operands, which cuBLASLt
-    refuses, give zero sums. `scales_inside`: the launch multiplies by `options.alpha`; else the returned launch does."""
+    refuses, give zero sums. `scales_inside`: whether `run` multiplies by `options.alpha`; if False, the returned launch
+    multiplies."""
 
     @functools.wraps(run)
     def launch(

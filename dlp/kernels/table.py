@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
     reads       dtypes of the first argument, a matrix; (): any tensor
     prepare     function that prepares one launch for many matrices; None: not available
     devices     names in DEVICES of the devices on which the kernel runs
-    name        as plans print the kernel
+    name        name of the kernel in printed plans
     """
 
     operation: str
@@ -66,15 +66,15 @@ class Gemm(NamedTuple):
 
     pairs      `gemm_kind` of A and of B; ANY: all pairs for which no other row applies
     devices    names in DEVICES of the devices on which the kernel runs
-    name       as plans print the kernel
+    name       name of the kernel in printed plans
     status     "native": a GEMM unit of the device reads the formats; "emulated": decoded values, or plain torch
     run        function of `dlp.kernels.gemm_entries`
     layouts    whether the layouts of A and B are the first two arguments of `run`
     exact      condition on the layouts of A and B; None: all
     takes      condition on the arguments of a launch; None: all
     when       short name of the condition `takes`, printed with the name of the kernel
-    cublaslt   kind of operands that cuBLASLt multiplies, for `dlp.kernels.tune`: "values", "codes" with scales, "sums" (codes without scales,
-               summed in fp32) or "tiles" (codes and scales of a block-scaled tensor core); "": cuBLASLt does not run
+    cublaslt   kind of operands that cuBLASLt multiplies, for `dlp.kernels.tune`: "values", "codes" (codes with scales), "sums" (codes without
+               scales, summed in fp32) or "tiles" (codes and scales of a block-scaled tensor core); "": cuBLASLt does not run
     """
 
     pairs: tuple[tuple[str, str], ...]

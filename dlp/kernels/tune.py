@@ -7,8 +7,8 @@ Candidates are timed under continuous load, as in a training run. The choices ar
 device, by version of cuBLASLt and problem; later GEMMs of all processes use the choices. The recipe option `tuned = false`
 ignores the choices.
 
-The exit status is 2, with a message, if the kernels, the config or the file cannot be used. After a failure, the choices that
-were measured before stay stored.
+The exit status is 2, with a message, if the config or a file cannot be used or a requirement of the kernels is missing, and 1
+if the kernels do not compile. After a failure, the choices that were measured before stay stored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dlp.kernels.timing import device_ms, sustained_ms
 
 BURST, BATCH, ROUNDS = 3, 8, 5  # calls per burst, calls per batch, number of measurements for a median
 SETTLING = 0.1  # seconds of load before the first measurement
-BETTER = 0.98  # a candidate is chosen only if it takes less than this share of the time of the first
+BETTER = 0.98  # a candidate is chosen only if it takes less than this share of the time of the first candidate
 
 
 class Fastest(NamedTuple):
@@ -125,7 +125,8 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 def _operand(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Tensor, Tensor | None, int]:
-    """Return a random matrix of this dtype and layout, scales, and the scale mode."""
+    """Return operand `side` ("a" or "b") of a problem: random values [lines, contraction], scales of 1 (None for an operand
+    without scales), and the scale mode."""
     along, name = problem["contraction"], problem[f"{side}_dtype"]
     shape = (along, lines) if problem[f"{side}_flipped"] else (lines, along)
     x = torch.randn(shape, device="cuda").clamp(-4, 4).to(getattr(torch, name))
@@ -141,7 +142,7 @@ def _operand(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Tensor,
 
 
 def _block_scaled(problem: Mapping[str, Any], side: str, lines: int) -> tuple[Tensor, Tensor, int]:
-    """Return random codes of a block-scaled GEMM, scales of 1 in tiles, and the scale mode."""
+    """Return operand `side` ("a" or "b") of a block-scaled GEMM: random codes, scales of 1 in tiles, and the scale mode."""
     fp8, along = problem[f"{side}_dtype"] in FP8, problem["contraction"]
     mode, block, one = (gemms.MX_BLOCKS, 32, 0x7F) if fp8 else (gemms.NVFP4_BLOCKS, 16, 0x38)
     codes = torch.randint(0, 0x70, (lines, along if fp8 else along // 2), dtype=torch.uint8, device="cuda")
@@ -163,8 +164,8 @@ def multiplied(problem: Mapping[str, Any]) -> str:
 
 
 def _inside(problem: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the problem that cuBLASLt runs: fp32 sums if a separate kernel rounds the result of fp32 operands, and one scale
-    per operand if vectors of scales are applied to the result."""
+    """Return the problem that cuBLASLt runs. If separate kernels apply vectors of scales to the result, cuBLASLt computes fp32
+    sums with one scale per operand. If a separate kernel rounds the result of fp32 operands, cuBLASLt computes fp32."""
     if multiplied(problem) == "sums":
         return {**problem, "a_block": [0, 0], "b_block": [0, 0], "out_dtype": "float32", "accumulate": False}
     if problem["a_dtype"] == "float32" != problem["out_dtype"]:
@@ -190,7 +191,7 @@ def problem_call(problem: Mapping[str, Any]) -> Callable[[], Tensor]:
 
 
 def problems_of(arguments: Sequence[str], world: int | None) -> list[dict[str, Any]]:
-    """Return the GEMMs of a config, by `python -m bench.shapes`, or of a file.
+    """Return the GEMMs of a config, which `python -m bench.shapes` computes, or the GEMMs in a JSON file.
 
     Args:
         arguments: the config with options, or a file.

@@ -39,18 +39,20 @@ class DotProductAttention(nn.Module):
     The keywords are those of `DotProductAttention` of Transformer Engine.
 
     Args:
-        num_attention_heads: query heads on this rank.
-        kv_channels: features of a head; a pair (features of q and k, features of v) if these differ.
-        num_gqa_groups: key and value heads on this rank; None: as many as query heads.
+        num_attention_heads: number of query heads on this rank.
+        kv_channels: number of features of a head; a pair (features of q and k, features of v) if these differ.
+        num_gqa_groups: number of key and value heads on this rank; None: as many as query heads.
         attention_dropout: probability of dropout of attention weights in training.
         qkv_format: "bshd" or "sbhd".
         attn_mask_type: one of "no_mask", "causal", "causal_bottom_right", "padding", "padding_causal",
             "padding_causal_bottom_right", "arbitrary".
-        window_size: number of keys to the left and to the right that a query attends to; -1: no bound; None: no window.
+        window_size: (l, r): a query attends to at most l keys to its left and r keys to its right; -1: no bound; None: no
+            window.
         bottom_right_diagonal: whether the last query is aligned with the last key (True) or the first query with the first key
             (False) in causal masks and windows; None: the mask type decides.
         softmax_scale: factor of the scores; None: 1 / sqrt(kv_channels).
-        **options: other options of Transformer Engine. They raise TypeError; the message names an alternative.
+        **options: other options of Transformer Engine. Values that would have an effect raise TypeError; the message names an
+            alternative.
 
     Shape:
         - q: [B, S, heads, D]; k, v: [B, S, groups, D]; or [S, B, ...] for "sbhd"

@@ -1,7 +1,7 @@
 """Records that a fuser keeps between calls, and the state of one call.
 
     FuserPlan    the fused ops of forward and backward; one plan for each state of the fuser (recipes, gradients needed, ...)
-    FuserCall    plan, linears and captured launches; one record for each set of shapes, strides and dtypes of the tensors
+    FuserCall    plan, linears and captured launches; one record for each state and each set of shapes, strides and dtypes
     Pass         state of one forward and its backward
 
 The first call with a set of shapes creates a `FuserCall`. Later calls look the `FuserCall` up by a key, which contains
@@ -41,7 +41,7 @@ class FuserPlan:
     quantizers          for each basic op: (the quantizers with which the previous op will cast dx, the quantizers with which
                         the next op will cast y); None: that op does not cast
     shards              ops whose parameters include DTensors
-    sums                `tp_sums` of the ops that need gradients: reductions of parameter gradients over tp, several at once
+    sums                `tp_sums` (`PartialGradients`) of the ops that need gradients and have partial gradients over tp
     with_end_backward   basic-op indices of the linears whose `end_backward` is called after a backward
     notes               lines for the printed plan: patterns that are not fused, with reasons
     captured            forward and backward, each with its captured launches
@@ -95,7 +95,7 @@ class ResultLayout(NamedTuple):
 
 @dataclass(eq=False)
 class FuserCall:
-    """Record shared by all calls of a fuser with tensors of equal shapes, strides and dtypes. The record holds no tensors.
+    """Record shared by all calls of a fuser in one state with tensors of equal shapes, strides and dtypes. It has no tensors.
 
     members             the basic ops (`dlp.ops.passes.Members`)
     linears             the linears among the basic ops
@@ -144,7 +144,7 @@ class Pass:
 
     call               record of all calls with such tensors
     record             whether gradients are enabled (`torch.is_grad_enabled()`)
-    scales             for each linear: the scales of its session in this forward, which the backward must read, too
+    scales             for each linear: the `ForwardState` (scales and random counter) of this forward, which backward restores
     weight_parts       for each linear: the operands of its weights (`WeightParts`), if they were cast before the pass; else
                        None
     given              this rank's tensors: inputs, parameters, extra inputs
@@ -202,8 +202,8 @@ class Pass:
 def deduplicated(
     reads: Sequence[Tensor], addresses: Sequence[int]
 ) -> tuple[Sequence[Tensor], Sequence[int], tuple[int, ...]]:
-    """Remove repeated tensors. Return one tensor for each address, these addresses, and for each tensor of `reads` its index in
-    the first result; without indices if all addresses differ."""
+    """Remove repeated tensors. Return a list with one tensor for each address, a list of the addresses, and for each tensor of
+    `reads` its index in these lists. The indices are empty if all addresses differ."""
     if len(set(addresses)) == len(addresses):
         return reads, addresses, ()
     distinct = dict(zip(addresses, reads, strict=True))

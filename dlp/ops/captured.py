@@ -39,7 +39,7 @@ class ReplayResults:
     """Description of the results of captured launches, from which `flat` builds the results of a replay. It holds no tensors.
 
     places       for each result: its index among the allocated tensors or the tensors read (`Place`)
-    shapes       (index, shape) of each result that is a view with another shape than its tensor
+    shapes       (index, shape) of each result that is a view of a tensor in `places`, with another shape than this tensor
     dirty        indices of the tensors that the ops wrote to, among the tensors that the launches read
     attributes   for each context: the attributes that its op has set
     """
@@ -58,7 +58,8 @@ class ReplayResults:
 
 
 class ReplayEntry(NamedTuple):
-    """Captured launches with the description of their results. Valid as long as the cache of each linear holds `passes`."""
+    """Captured launches with the description of their results. The entry is valid as long as `BoundSpec.calls` of each linear
+    holds `passes`."""
 
     passes: CapturedPasses
     launches: CapturedLaunches
@@ -194,8 +195,8 @@ def _results_of(
 ) -> tuple[ReplayResults, list[Tensor]]:
     """Describe the results of recorded ops; return the description, and the results that are newly allocated tensors.
 
-    before: for each context the names of its attributes before its op ran. Raises NotPlain for ops with effects that a replay
-    cannot repeat.
+    before: for each context, the names of the attributes that it had before the op ran. Raises NotPlain for ops with effects
+    that a replay cannot repeat.
     """
     allocated = list[Tensor]()
     places = [_place(result, allocated, reads) for result in flat]

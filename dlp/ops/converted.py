@@ -18,7 +18,7 @@ class Converted(Linear):
     before the bias is added. Linears with hooks are called as modules.
 
     Args:
-        *modules: one converted linear; or all siblings in their order, then the output is a tuple.
+        *modules: one converted linear, or all siblings in their order. For siblings the output is a tuple.
 
     Shape:
         - x: [..., in_features], of the linear on this rank

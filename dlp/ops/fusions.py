@@ -1,6 +1,7 @@
 """Fusions: functions that replace ops of a sequence by fused ops, in forward, in backward or in both.
 
-    func(ops, *, recipe) -> ops     recipe: the recipe of the first linear; None: there is no linear
+    func(ops, *, recipe) -> ops     recipe: the recipe of the first linear; None: there is no linear, or the plan is printed
+                                    before the first call
 
 The ops that a fusion returns must expand to the same basic ops in the same order. The fusions of `dlp.ops.fused` (one file per
 fusion) are applied first, then the fusions of users in the order of their registration. A fusion that is registered with
@@ -58,7 +59,7 @@ def register_forward_fusion(func: Fusion, prepend: bool = False) -> None:
 
     Args:
         func: `func(ops, *, recipe)` returns operations that expand to the same basic operations in the same order; `recipe` is
-            the recipe of the first linear, or None without a linear.
+            the recipe of the first linear; None if there is no linear, or if the plan is printed before the first call.
         prepend: apply `func` before all fusions that are registered so far.
 
     Examples:
@@ -74,7 +75,7 @@ def register_backward_fusion(func: Fusion, prepend: bool = False) -> None:
 
     Args:
         func: `func(ops, *, recipe)` returns operations that expand to the same basic operations in the same order; `recipe` is
-            the recipe of the first linear, or None without a linear.
+            the recipe of the first linear; None if there is no linear, or if the plan is printed before the first call.
         prepend: apply `func` before all fusions that are registered so far.
 
     Examples:

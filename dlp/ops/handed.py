@@ -122,8 +122,8 @@ def _refuse_written(func: Any, written: Sequence[Any]) -> None:
 
 
 def why_not(recipe: Recipe, tensor: str, shape: Sequence[int]) -> str | None:
-    """Return the reason why only the layer that reads `tensor` ("x" or "dy", of shape [..., C]) can quantize it by this
-    recipe; None: an earlier module can quantize the tensor."""
+    """Return the reason why no module besides the layer that reads `tensor` ("x" or "dy", of shape [..., C]) can quantize the
+    tensor by this recipe, for example because the recipe does not quantize it. None: another module can quantize it."""
     operand = recipe.of(tensor)
     if operand is None or operand.keeps_source:
         return UNQUANTIZED
@@ -171,7 +171,7 @@ class LayerOperand(Operand):
     tensor       "x" or "dy"
     wgrad        for dy: whether wgrad runs; for x: whether backward reads x, for wgrad or because x was clipped
     record       whether gradients are enabled, so that amaxes are recorded for delayed scales
-    obstacle     reason why the linear must receive high precision; "": none, `why_not` may find another
+    obstacle     reason why the linear must receive high precision; "": none is known yet, but `why_not` may find one
     """
 
     bound: BoundSpec
@@ -207,8 +207,8 @@ class LayerOperand(Operand):
 
 
 def bound_reader(layer: Any) -> BoundSpec:
-    """Return the spec under which a linear of another module would run now: the spec of the layer, or of the autocast region.
-    Raises TypeError for a module that is no linear of dlp."""
+    """Return the spec under which `layer`, a linear outside of the fuser, would run now: the spec of the layer or, in an
+    autocast region, the spec that the region requires. Raises TypeError for a module that is no linear of dlp."""
     core = getattr(layer, "core", None)
     if not isinstance(core, LayerState):
         raise TypeError(
@@ -221,7 +221,7 @@ def bound_reader(layer: Any) -> BoundSpec:
 
 
 def reader_operand(layer: Any, bound: BoundSpec, tensor: str, record: bool) -> LayerOperand:
-    """Return the quantizers of `tensor` ("x" or "dy") of a linear of another module, under the spec `bound`."""
+    """Return the quantizers with which `layer`, a linear outside of the fuser, casts `tensor` ("x" or "dy") under `bound`."""
     operand, core, obstacle = bound.spec.recipe.of(tensor), layer.core, ""
     assert operand is not None
     biased = not core.bias_apart and any(each.module._parameters.get(each.bias) is not None for each in core.members)
@@ -244,8 +244,8 @@ def quantize_for(value: Tensor, quantizers: Operand | Reader | None) -> Tensor:
 
     Returns:
         A `Handed`, which the linear reads without another cast; in traced calls a dense tensor with the operands as an
-        attribute. If `quantizers` is None, if the recipe does not quantize, or if only the linear can cast: `value` itself. In
-        the last case the printed plan states the reason.
+        attribute. The result is `value` itself if `value` is already quantized, if `quantizers` is None, if the recipe does not
+        quantize the tensor, or if only the linear can cast it. In the last case the printed plan states the reason.
 
     Raises:
         TypeError: for quantizers that the fuser did not pass to the op.

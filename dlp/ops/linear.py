@@ -75,7 +75,7 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     Raises:
         ValueError: for an unknown mode, for a mode without group if there are several ranks, for row-parallel siblings, for
-            sizes that tp does not divide, and for an x with another last dimension.
+            sizes that tp does not divide, and for an x whose last dimension is not in_features.
 
     Examples:
         >>> ops.BasicLinear(64, 128, recipe="fp8_current")(torch.randn(16, 64)).shape
@@ -123,7 +123,8 @@ class BasicLinear(BasicOperation, modules.Linear):
 
     @property
     def planned_spec(self) -> LinearSpec:
-        """The spec for which a plan is being made. Fusions read style, recipe and options from this spec."""
+        """The spec for which the last plan was made, or is being made; before the first plan, the spec of the layer. Fusions
+        read style, recipe and options from this spec."""
         spec: LinearSpec = vars(self).get("_planned") or self.core.spec
         return spec
 
@@ -179,8 +180,8 @@ class BasicLinear(BasicOperation, modules.Linear):
         )  # fmt: skip
 
     def why_stored(self, ctx: OperationContext, producer: BasicOperation) -> str:
-        """Return the reason why the output of `producer`, the op before, is stored before the cast of x reads it; "": the cast
-        on a GPU computes the output, x is not cast, or the plan says nothing about `producer` (`in_casts` is None)."""
+        """Return the reason why the output of `producer`, the previous op, is stored before the cast of x reads the output; "":
+        the cast on a GPU computes the output, x is not cast, or the plan says nothing about `producer` (`in_casts` is None)."""
         recipe = ctx.bound.spec.recipe
         if producer.in_casts is None or recipe.x.keeps_source:
             return ""

@@ -63,8 +63,8 @@ def own_options(layer: str, family: str, options: dict[str, Any], *classes: Any)
 def linear_options(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Translate `options` of Transformer Engine and a parallel mode to keywords of `Linear`.
 
-    Raises ValueError for an unknown mode, for tp options without a mode, and for a tp_size that differs from the size of
-    tp_group.
+    Raises ValueError for an unknown mode, for tp_group or sequence_parallel without a mode, and for a tp_size that is neither 1
+    nor the size of tp_group.
     """
     keywords: dict[str, Any] = {name: options[name] for name in SAME if name in options}
     if options.get("delay_wgrad_compute"):
@@ -118,7 +118,7 @@ class LayerNormLinear(_WithNorm):
         bias: whether the linear has a bias.
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: multiply by 1 + weight in the norm.
-        parallel_mode: how `tp_group` shards the weight: None (not), "column" or "row".
+        parallel_mode: "column": `tp_group` shards out_features; "row": it shards in_features; None: no sharding.
         return_bias: return the bias as a further result, one for each sibling, instead of adding it.
         return_layernorm_output: return norm(x) as the last result.
         **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method,
@@ -170,7 +170,7 @@ class LayerNormMLP(_WithNorm):
         set_parallel_mode: make the first linear column-parallel and the second row-parallel over `tp_group`.
         return_bias: return the bias of the second linear as a further result instead of adding it.
         return_layernorm_output: return norm(x) as the last result.
-        output_layer_init_method: init_method of the second linear; None: as the first.
+        output_layer_init_method: init_method of the second linear; None: init_method of the first linear.
         **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method,
             name, save_original_input.
 

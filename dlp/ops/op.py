@@ -114,7 +114,8 @@ class BasicOperation(FusibleOperation):
         takes: kinds of values that the operation can read besides floating-point tensors: "lazy" (`ops.Produced`), "many" (a
             tuple of siblings), "handed" (`ops.Handed`), and, in the first operation of a sequence, "integers".
         none_grads: whether the operation accepts None as the gradient of an unused output; False: it gets zeros instead.
-        launches: whether the operation on a GPU only launches kernels of dlp and takes views, so that it can be captured.
+        launches: whether the operation on a GPU only launches kernels of dlp, takes views, and calls torch by
+            `dlp.kernels.launches`, so that its launches can be captured.
         settings: names of attributes that users may change between calls, and on which fusions or launches depend. After a
             change the fuser discards plans and captured launches.
         passes_through: contains "input_quantizer" if the operation returns its input unchanged, so that the operation before
@@ -260,8 +261,8 @@ class BasicOperation(FusibleOperation):
         return grads[0], [grads[1]], [()]
 
     def check_tokens(self, input_: Value) -> None:
-        """Check the input of an op that conversion has replicated over tp. Raises ValueError for a token shard outside of
-        sequence parallelism, and for the tokens of all ranks under sequence parallelism."""
+        """Check the input of an op that conversion has replicated over tp. Raises ValueError if the input is a token shard, but
+        sequence parallelism is off, and if the input has the tokens of all ranks, but sequence parallelism is on."""
         for value in each(input_) if self.token_rows is not None else ():
             tensor = value if isinstance(value, Tensor) else torch.empty(value.shape, dtype=value.dtype, device="meta")
             self._check_tokens(tensor)  # type: ignore[operator]  # set by conversion

@@ -25,8 +25,8 @@ from dlp.runtime.function import Passes, layout_keys, multiplies_tf32, owned
 
 
 def check_count(name: str, what: str, found: Any, expected: int) -> None:
-    """Raise RuntimeError unless `found`, which an op returned, is a tuple of the declared length. what: name of its
-    elements."""
+    """Raise RuntimeError unless `found`, which an op returned, is a tuple or list of length `expected`. what: name of its
+    elements, for the message."""
     if not isinstance(found, tuple | list):
         raise RuntimeError(
             f"{name}: the op returned a {type(found).__name__}; expected a tuple of {what.removesuffix(',')}, of length "
@@ -37,7 +37,7 @@ def check_count(name: str, what: str, found: Any, expected: int) -> None:
 
 
 def check_shapes(name: str, op: Any, grads: Sequence[Any]) -> None:
-    """Raise RuntimeError for a parameter gradient whose shape differs from its parameter. Autograd would silently sum a
+    """Raise RuntimeError for a parameter gradient whose shape is not that of the parameter. Autograd would silently sum a
     broadcast gradient to the shape of the parameter. Linears are not checked."""
     for parameter, grad in zip(() if hasattr(op, "core") else op.op_parameters(), grads, strict=False):
         if isinstance(grad, Tensor) and grad.shape != parameter.shape:
@@ -90,13 +90,13 @@ class Members:
                 raise TypeError(f"{name}: the op takes no keywords; got {', '.join(keywords)}")
 
     def check_floating(self, dtype: torch.dtype) -> None:
-        """Raise TypeError for an x of integers, unless the first op takes integers. dtype: of x."""
+        """Raise TypeError unless x is floating-point, or the first op takes integers. dtype: dtype of x."""
         if not (dtype.is_floating_point or INTEGERS in self.ops[0].takes):
             raise TypeError(f"{self.names[0]}: x must be floating point; got {dtype}: convert x before the call")
 
     def check_gradient(self, place: int, grad: Value, shapes: Sequence[Sequence[int]]) -> None:
         """Raise RuntimeError if the gradient that an op returned for its input is None, or if the shapes differ from `shapes`,
-        the shapes of the input (one for each sibling). Siblings may have None."""
+        the shapes of the input (one for each sibling). The gradient of a single sibling may be None."""
         check_not_none(self.names[place], grad)
         returned = [None if one is None else tuple(one.shape) for one in each(grad)]
         pairs = zip(returned, shapes, strict=False)
@@ -393,8 +393,8 @@ def _backward_by_ops(
 
 
 def _end_backwards(call: FuserCall, ctxs: Sequence[Any], flat: Flat) -> None:
-    """Call `end_backward` of the linears in `FuserPlan.with_end_backward`, and remove the operands of delayed wgrads, which are
-    at the end, from the flat list."""
+    """Call `end_backward` of the linears in `FuserPlan.with_end_backward`, and remove the operands of delayed wgrads from the
+    end of the flat list."""
     plan, members = call.plan, call.members
     first = call.num_inputs + sum(plan.num_parameters) + sum(members.extra_inputs)
     deferred, at = iter(flat[first:]), call.num_inputs
@@ -455,8 +455,9 @@ def _checked_grads(
 ) -> tuple[Value, Sequence[Sequence[Any]], Sequence[Sequence[Any]]]:  # fmt: skip
     """Return the gradients of input, parameters and extra inputs in `results` of `fuser_backward`.
 
-    shapes: shapes of the input; None: its gradient is not needed. Raises RuntimeError for a wrong number of gradients, and for
-    gradients whose shapes differ from the input or the parameters.
+    shapes: shapes of the input; None: the gradient of the input is not needed. Raises RuntimeError for a wrong number of
+    gradients, for gradients whose shapes differ from the input or the parameters, and if the needed gradient of the input is
+    None.
     """
     first = places[0]
     members.check_count(first, "results, gradients of input, of parameters and of extra inputs,", results, 3)
@@ -473,8 +474,8 @@ def _checked_grads(
 
 
 def _recorded_backward(ctx: Any, run: Pass, grads: Sequence[Tensor | None]) -> Sequence[Any]:
-    """Run `backward` for autograd: replace gradients that are None by zeros if the op does not take None, and return gradients
-    of DTensors as DTensors."""
+    """Run `backward` for autograd: first replace gradients of outputs that are None by zeros, unless the op takes None
+    (`BasicOperation.none_grads`); then return the gradients of DTensors as DTensors."""
     call = run.call
     if any([grad is None for grad in grads]):
         of_outputs = run.layout.many and call.plan.backward[-1].op.none_grads

@@ -48,8 +48,9 @@ def group_plan(fuser: OperationFuser) -> str:
 
 
 def _without_quantizers(fuser: OperationFuser) -> list[str]:
-    """Return lines for user-defined ops that receive quantizers (for `quantize_for`), for y, dx or both, only in eager calls.
-    Before the first eager call these are all user-defined ops of a sequence with a linear that quantizes."""
+    """Return a line for each user-defined op that in eager calls receives quantizers (for `quantize_for`) which it does not
+    receive under torch.compile or a dispatch mode. Before the first eager call, all user-defined ops are assumed to receive
+    quantizers, if a linear of the fuser quantizes x."""
     if fuser.last is None:
         quantizes = any(not op.core.spec.recipe.x.keeps_source for _, _, op in fuser.linears)
         receives = [(quantizes, quantizes)] * len(fuser.basic_ops)

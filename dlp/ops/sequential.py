@@ -1,7 +1,7 @@
 """Sequential: run modules in order; each group of consecutive ops runs as one autograd function, by an `OperationFuser`.
 
 A group ends before a plain module, an op with hooks or an overridden `forward`, and an op that is an FSDP unit. These modules
-are called.
+are called as modules.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Sequential(nn.Module):
         return self.extend(modules)
 
     def __add__(self, modules: Iterable[nn.Module]) -> Sequential:
-        """Return a new Sequential of these and the other modules, named "0", "1", ..."""
+        """Return a new Sequential of the modules of this Sequential, followed by `modules`. The names are "0", "1", ..."""
         return Sequential(*self, *modules)
 
     def insert(self, index: int, module: nn.Module) -> Sequential:
@@ -174,8 +174,8 @@ class Sequential(nn.Module):
         return groups
 
     def plan(self) -> SequencePlan:
-        """Return the plan: for each group the fused ops of forward and backward in the last call, and notes. Before the first
-        call fusions are applied without knowledge of recipes and gradients."""
+        """Return the plan: for each group the fused ops of forward and backward in the last call, and notes; for each module
+        that ends a group, the reason. Before the first call fusions are applied without knowledge of recipes and gradients."""
         lines, at = [], iter(zip(self._modules.items(), [_why_called(module) for module in self], strict=True))
         for group in self._groups_now():
             if isinstance(group, OperationFuser):

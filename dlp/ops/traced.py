@@ -22,7 +22,7 @@ from dlp.parallel.weight.local import local
 
 
 def one_by_one(fuser: Any, x: Any, extra_inputs: Sequence[Tensor], kwargs: Sequence[Mapping[str, Any]]) -> Any:
-    """Run the ops of a fuser one by one; arguments and result are those of `OperationFuser`. While they run, DTensor parameters
+    """Run the ops of a fuser one by one; arguments and result are those of `OperationFuser`. Meanwhile, DTensor parameters
     of ops are replaced by this rank's plain tensors. Raises TypeError for a `Handed` in compiled code."""
     if torch.compiler.is_dynamo_compiling() and isinstance(x, Handed):
         raise TypeError(
@@ -81,8 +81,8 @@ def one_op(
 ) -> Any:
     """Run one basic op as an autograd function. Return the output, or a tuple of the output and the extra outputs.
 
-    name: of the op, for messages; reader: the cast of the linear that reads the output, None: no linear reads it. Raises
-    RuntimeError if the number of outputs differs from the number that the op declares.
+    name: name of the op, for messages; reader: the cast of the linear that reads the output, or None if no linear reads the
+    output. Raises RuntimeError if the number of outputs differs from the number that the op declares.
     """
     results = OneOpFn.apply(op, name, kwargs, reader, x, *extra_inputs, *op.op_parameters())
     (y, *extra), codes = results[: 1 + op.num_extra_outputs], results[1 + op.num_extra_outputs :]

@@ -50,11 +50,13 @@ class TransformerLayer(nn.Module):
         set_parallel_mode: shard heads and the MLP over `tp_group`.
         attn_input_format: "bshd" for hidden states [B, S, H], "sbhd" for [S, B, H].
         qk_norm_type: norm of each head of q and k: "RMSNorm", "LayerNorm" or "L2Normalization"; None: no norm.
-        qk_norm_eps: eps of this norm.
-        qk_norm_before_rope: apply this norm before the rotary embedding.
-        rotary_pos_interleaved: rotary embedding pairs features 2 i and 2 i + 1 of a head; False: i and i + half of the head.
+        qk_norm_eps: eps of the norm of q and k.
+        qk_norm_before_rope: True: apply the norm of q and k before the rotary embedding; False: after it.
+        rotary_pos_interleaved: True: the rotary embedding pairs features 2 * i and 2 * i + 1 of a head; False: features i and
+            i + head / 2.
         output_layernorm: apply a norm after the layer.
-        output_layer_init_method: init_method of proj and of the second linear of the MLP.
+        output_layer_init_method: init_method of proj and of the second linear of the MLP; None: init_method of
+            the other linears.
         **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype and further options of
             `ops.LayerNormMLP`.
 

@@ -1,6 +1,6 @@
 """Clipping by the norm of all gradients.
 
-clip_               lets the next step of an optimizer of `dlp.optim` clip, without waiting for the device
+clip_               makes the next step of an optimizer of `dlp.optim` clip gradients; the host does not wait for the device
 clip_grad_norm_     clips before the step of any optimizer; accepts plain parameters together with DTensors
 """
 
@@ -57,15 +57,15 @@ def clip_(optimizer: Optimizer, max_norm: float) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients of these parameters to a largest norm of all gradients as one vector.
+    """Scale the gradients in place such that the norm of all gradients, as one vector, is at most `max_norm`.
 
-    Unlike `torch.nn.utils.clip_grad_norm_`, which raises "got mixed torch.Tensor and DTensor", this function accepts models to
-    which a module was added after `dlp.convert`, and DTensors on several meshes. A plain parameter counts once in the norm, so
-    its gradient must be equal on all ranks. All ranks call this function.
+    `torch.nn.utils.clip_grad_norm_` raises "got mixed torch.Tensor and DTensor" for models to which a module was added after
+    `dlp.convert`. This function accepts such models, and DTensors on several meshes. A plain parameter counts once in the norm,
+    so its gradient must be equal on all ranks. All ranks call this function.
 
     Args:
         parameters: a module, or parameters; parameters without a gradient are ignored.
-        max_norm: largest norm.
+        max_norm: largest norm after clipping.
 
     Returns:
         Norm before clipping, fp32 [], equal on all ranks that share the DTensors.
@@ -94,8 +94,8 @@ def clip_grad_norm_(parameters: nn.Module | Iterable[Tensor], max_norm: float) -
 
 
 def _total_norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Return the norm of all gradients, fp32 []. One call of torch's `get_total_norm` supports only DTensors of one mesh, or
-    only plain tensors."""
+    """Return the norm of all gradients, fp32 []. Call torch's `get_total_norm` once per mesh and once for plain tensors, since
+    one call supports only DTensors of one mesh, or only plain tensors."""
     if not grads:
         return torch.zeros((), device=device)
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dlp.parallel.weight.local import local_values, shards_of
 
-SMALLEST = 4096  # minimum number of elements on a rank, as in torchao
+SMALLEST = 4096  # minimum number of elements on a rank for an encoded average, as in torchao
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name of an average -> whether its values may be negative
 Average = Tensor | dict[str, Tensor]
 # Function (codes, scale) -> torchao's tensor [n] in the same memory
@@ -53,7 +53,8 @@ class Encoding:
         return 2 * (1 / self.packed + 4 / self.block)
 
     def keeps_fp32(self, shape: Sequence[int], shards: Sequence[int]) -> str | None:
-        """Return the reason why the averages of a parameter stay fp32, equal on all ranks; None: they are encoded.
+        """Return the reason why the averages of a parameter stay fp32; None: the averages are encoded. All ranks get the same
+        result.
 
         shape    shape of the full parameter
         shards   number of shards along each dimension
@@ -67,7 +68,7 @@ class Encoding:
         return None
 
     def zeros(self, parameter: Tensor) -> Average:
-        """Return an average that is 0, the state before the first step."""
+        """Return an average of zeros, the state before the first step: encoded, or fp32 (`keeps_fp32`)."""
         if self.keeps_fp32(parameter.shape, shards_of(parameter)) is not None:
             return torch.zeros_like(parameter)
         codes = _zeros(parameter, self.packed, self.dtype)

@@ -33,7 +33,7 @@ class InvariantAdamW(ScaledOptimizer):
         weight_decay: decoupled weight decay.
 
     Raises:
-        ValueError: for lr, eps or weight_decay below 0, and betas outside [0, 1).
+        ValueError: for lr, eps or weight_decay that is negative or not finite, and for betas outside [0, 1).
 
     Examples:
         >>> model = nn.Linear(16, 16)

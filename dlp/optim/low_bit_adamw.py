@@ -92,7 +92,8 @@ class _ByName(LowBitAdamW):
 class AdamW8bit(_ByName):
     """AdamW whose averages are stored in 8 bits (blocks of 256) by torchao, for fp32 parameters on one device.
 
-    Averages of parameters with fewer than 4096 elements on a rank, and of rows that are not complete blocks, stay fp32.
+    Averages stay fp32 for parameters with fewer than 4096 elements on a rank, with rows that are not complete blocks on a rank,
+    or with shards of unequal size.
 
     Args:
         params: parameters, or groups of parameters.
@@ -103,7 +104,8 @@ class AdamW8bit(_ByName):
 
     Raises:
         ModuleNotFoundError: if torchao is not installed.
-        ValueError: for parameters that are not fp32.
+        ValueError: for parameters that are not fp32, for lr, eps or weight_decay that is negative or not finite, and for betas
+            outside [0, 1).
 
     Examples:
         >>> optimizer = dlp.optim.AdamW8bit(nn.Linear(64, 64).parameters(), lr=1e-3)
@@ -115,7 +117,8 @@ class AdamW8bit(_ByName):
 class AdamW4bit(_ByName):
     """AdamW whose averages are stored in 4 bits (blocks of 128) by torchao, for fp32 parameters on one device.
 
-    Averages of parameters with fewer than 4096 elements on a rank, and of rows that are not complete blocks, stay fp32.
+    Averages stay fp32 for parameters with fewer than 4096 elements on a rank, with rows that are not complete blocks on a rank,
+    or with shards of unequal size.
 
     Args:
         params: parameters, or groups of parameters.
@@ -126,7 +129,8 @@ class AdamW4bit(_ByName):
 
     Raises:
         ModuleNotFoundError: if torchao is not installed.
-        ValueError: for parameters that are not fp32.
+        ValueError: for parameters that are not fp32, for lr, eps or weight_decay that is negative or not finite, and for betas
+            outside [0, 1).
 
     Examples:
         >>> optimizer = dlp.optim.AdamW4bit(nn.Linear(64, 64).parameters(), lr=1e-3)
@@ -138,7 +142,8 @@ class AdamW4bit(_ByName):
 class AdamWFp8(_ByName):
     """AdamW whose averages are stored in float8 e4m3 (blocks of 256) by torchao, for fp32 parameters on one device.
 
-    Averages of parameters with fewer than 4096 elements on a rank, and of rows that are not complete blocks, stay fp32.
+    Averages stay fp32 for parameters with fewer than 4096 elements on a rank, with rows that are not complete blocks on a rank,
+    or with shards of unequal size.
 
     Args:
         params: parameters, or groups of parameters.
@@ -149,7 +154,8 @@ class AdamWFp8(_ByName):
 
     Raises:
         ModuleNotFoundError: if torchao is not installed.
-        ValueError: for parameters that are not fp32.
+        ValueError: for parameters that are not fp32, for lr, eps or weight_decay that is negative or not finite, and for betas
+            outside [0, 1).
 
     Examples:
         >>> optimizer = dlp.optim.AdamWFp8(nn.Linear(64, 64).parameters(), lr=1e-3)
@@ -162,10 +168,10 @@ def step_of_one(
     values: Tensor, grad: Tensor, step: Tensor, averages: dict[str, Average], wraps: dict[str, Wrap],
     on_device: tuple[Tensor, Tensor, Tensor], settings: tuple[float, float, float, float],
 ) -> None:  # fmt: skip
-    """Update one parameter in place.
+    """Update one parameter, `step` and `averages` in place; nothing changes if found_inf is 1.
 
     values, grad   this rank's shards of the parameter and its gradient [n]
-    step           number of steps, fp32 []
+    step           number of steps before this step, fp32 []
     averages       name -> average, see AVERAGES
     wraps          name -> result of `Encoding.wrap`
     on_device      lr, grad_scale, found_inf, fp32 [] each

@@ -1,7 +1,7 @@
 """Base class of the optimizers of dlp. Clipping gradients and skipping a step do not wait for the device.
 
     grad_scale   fp32 []; a step divides gradients by this number
-    found_inf    fp32 []; if 1, a step changes no parameters and states
+    found_inf    fp32 []; if 1, a step changes neither parameters nor states
 
 `clip_` or the user sets both attributes before `step`.
 """

@@ -8,7 +8,7 @@ layer, the strategy with the lowest time that is predicted from the measured rat
 than `serial` must be faster than `serial` by a margin, and a measured difference must exceed the noise.
 
 dlp ships tables (`dlp/parallel/tables`). `shipped` finds the table of a GPU; from a table for another number of ranks only the
-rates are used. Without a table of this GPU every strategy is `serial`, and the plan states the reason.
+rates are used. Without a table of this GPU "auto" chooses `serial` for every GEMM, and the plan states the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CANDIDATES = (SERIAL, "chunked", "chunked:2", "chunked:4")
 MEASURED, MODELLED = 0.98, 0.95
 VERSION = 1  # raise the number when strategies, transports or kernels change so that older tables no longer apply
 TABLES = Path(__file__).parent / "tables"
-NOMINAL = 8192  # tokens of all ranks for which an explicitly constructed layer chooses its strategies
+NOMINAL = 8192  # number of tokens M, of all tp ranks, for which an explicitly constructed layer chooses strategies
 Sizes = tuple[int, int, int]  # M, N, K
 
 
@@ -101,7 +101,7 @@ class Row:
     key      `Problem.key`
     sizes    `Problem.sizes`: M, N, K of the GEMM of one rank
     passes   GEMM -> strategy -> seconds: the forward for "fprop", the backward for "dgrad"
-    noise    uncertainty of `passes` in seconds, in the same form
+    noise    uncertainty of `passes` in seconds, with the same keys
     gemms    GEMM -> seconds of the GEMM without a transfer, for all members
     """
 

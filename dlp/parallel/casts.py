@@ -12,10 +12,10 @@
 
 x and dy are cast when the layer runs (`make_casts`). Weights are cast all together at the step boundary, into operands whose
 memory stays the same (`CastBatch`): matrices that share a quantizer are observed in one launch and cast in another. Such a
-launch reads a table of addresses in device memory, which is rewritten when a matrix, an operand or a delayed scale has moved:
-in the first steps, after a load, after a recipe change. All other steps only launch, so that a CUDA graph can capture them. A
-matrix is observed and cast separately, with bitwise equal operands, if the quantizer has no method `batch`, the operands have
-no storage yet, or no kernel can read the matrix.
+launch reads a table of addresses in device memory. The table is rewritten when the address of a matrix, an operand, a delayed
+scale or a flag has changed: in the first steps, after a load, after a recipe change. All other steps only launch, so that a
+CUDA graph can capture these steps. A matrix is observed and cast separately, with bitwise equal operands, if the quantizer has
+no method `batch`, the operands have no storage yet, or no kernel can read the matrix.
 
 This file does not depend on layers. `dlp.parallel.linear.quantize` passes the delayed scales, random-number origins and flags
 of a layer in a `CastContext`.
@@ -76,8 +76,8 @@ def agrees(
 ) -> bool:  # fmt: skip
     """Whether ranks agree on the scales of an operand.
 
-    They agree if tp shards the dimension that a scale spans, and the operand is gathered or the recipe has
-    `amax_scope="all"`.
+    With `own_group` they always agree. Otherwise they agree if the tensor is not gathered yet, tp shards the dimension that a
+    scale spans, and the style gathers this tensor or the recipe has `amax_scope="all"`.
 
     columnwise   whether the quantizer casts the transposed tensor
     whole        whether the tensor has been gathered, so that every rank has the full tensor
@@ -245,8 +245,8 @@ class Cast(NamedTuple):
 
 
 def compact(fmt: Format, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> QuantizedTensor:
-    """Allocate contiguous storage for an operand [rows, contraction], as a gather sends the operand. (`Format.empty` may give
-    scales other strides, which a GEMM reads.)"""
+    """Allocate contiguous storage for an operand [rows, contraction], as a gather sends the operand. (`Format.empty` may
+    allocate scales with other strides, as a GEMM reads them.)"""
     rows, contraction = shape
     parts = zip(fmt.part_shapes((rows, contraction)), fmt.part_dtypes(dtype), strict=True)
     return fmt.wrap([torch.empty(part, dtype=of, device=device) for part, of in parts])
@@ -306,8 +306,8 @@ class CastPlan:
     contracted  multiple to which rows are padded for the columnwise operand, in which rows are the contraction dimension
     lazy        whether the plan has one read, which accepts a `LazyMatrix`
     quantizes   whether at least one orientation is quantized
-    contexts    cache of `CastContext`, by member, shape and device of the values; without slots, since an autocast region may
-                have separate scales
+    contexts    cache of `CastContext`, by member, shape and device of the values; a context with slots is not cached, since
+                an autocast region may have separate scales
     """
 
     tensor: str

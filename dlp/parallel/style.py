@@ -59,7 +59,7 @@ class ParallelStyle:
 
     @property
     def partial_weight_grad(self) -> bool:
-        """Whether dw and db of a rank cover only the rank's own tokens, so that they must be summed over tp."""
+        """Whether dw of a rank covers only the rank's own tokens, so that dw must be summed over tp."""
         return self.wgrad.reduce == "all"
 
     @property

@@ -143,8 +143,8 @@ def layer_of(problem: Problem, overlap: str | Mapping[str, str], tp: DeviceMesh,
 
 
 def passes(layer: nn.Module, problem: Problem, ranks: int, dtype: torch.dtype, device: torch.device) -> tuple[Run, Run]:
-    """Return two functions: one runs the forward of the layer, the other runs forward and backward. One step with its boundary
-    runs before, so that the weights are cast."""
+    """Return two functions: one runs the forward of the layer, the other runs forward and backward. Before `passes`
+    returns, one forward, one backward and the step boundary run, so that the weights are cast."""
     style = problem.style
     rows = problem.tokens // (ranks if style.cut_x == 0 else 1)
     columns = problem.in_features // (ranks if style.cut_x == 1 else 1)
@@ -258,7 +258,8 @@ def links(group: ProcessGroup, device: torch.device, rounds: int) -> tuple[float
 
 
 def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
-    """Read the number of tp ranks, transport, dtype and layers of a config through `bench.shapes`, on rank 0.
+    """Run `bench.shapes` on rank 0, and return its output on all ranks: number of tp ranks, transport, dtype and layers of a
+    config.
 
     Raises SystemExit on all ranks if the config is rejected; rank 0 has then printed the reason."""
     said: list[Any] = [None]
@@ -274,8 +275,8 @@ def layers_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _rows_to_keep(before: Times, now: Times) -> tuple[Row, ...]:
-    """Return the rows of the existing table `before`, to which measurements are added. Raises ValueError if it was measured on
-    another kind of machine than the table `now`."""
+    """Return the rows of the existing table `before`, to which measurements are added. Raises ValueError if `before` was
+    measured on another kind of machine than the table `now`."""
     here = Machine(now.kind, now.device, now.about["torch"], now.about["version"])
     why = before.obstacle(here, now.ranks, now.transport)
     if why is not None:

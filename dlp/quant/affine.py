@@ -1,4 +1,4 @@
-"""Affine quantization to integers of 1 to 8 bits: codes = round(x / scale) + zero_point, in blocks of any shape.
+"""Affine quantization to integers of 1 to 8 bits: codes = round(x * (1 / scale)) + zero_point, in blocks of any shape.
 
 The functions work on plain tensors and are bitwise equal to torchao's functions of the same names. The block size is
 [b_0, b_1, ...] with one entry for each dimension of x; b_i divides x.shape[i], or is 0 for the full dimension. Scales and zero
@@ -85,7 +85,8 @@ def quantize_affine(
     x: Tensor, block: Sequence[int], scale: Tensor, zero_point: Tensor, codes: tuple[int, int],
     dtype: torch.dtype = torch.int8,
 ) -> Tensor:  # fmt: skip
-    """Return the codes of x, in the shape of x: round(x / scale) + zero_point, rounded to nearest even and clipped to `codes`.
+    """Return the codes of x, in the shape of x: round(x * (1 / scale)) + zero_point, clipped to `codes`, where round rounds to
+    nearest even.
 
     Raises ValueError if `dtype` cannot represent all codes.
     """

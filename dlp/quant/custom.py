@@ -31,18 +31,19 @@ class CustomRecipe:
 
     Args:
         qfactory: function `qfactory(role)` or `qfactory(role, layer)` that returns a quantizer, an `Operand` of two quantizers,
-            or None for high precision. The roles are "linear_input" (x), "linear_weight" (w) and "linear_grad_output" (dy), and
-            "linear_output" (y) and "linear_grad_input" (dx), which are cast and decoded.
+            or None for high precision. The roles are "linear_input" (x), "linear_weight" (w), "linear_grad_output" (dy),
+            "linear_output" (y) and "linear_grad_input" (dx). y and dx are cast and decoded.
         name: name in plans and checkpoints.
         fprop: options of the fprop GEMM.
         dgrad: options of the dgrad GEMM.
         wgrad: options of the wgrad GEMM.
         amax_scope: operands on whose amax tp ranks agree, if tp shards a dimension that a scale spans. "table": operands that
             are gathered; "all": all operands.
-        reduce_amax: with delayed scaling, ranks agree on amaxes at the step boundary.
+        reduce_amax: whether ranks agree on the amaxes of delayed scaling at the step boundary.
 
     Raises:
-        ValueError: when a layer gets its recipe (`for_layer`), for two operands that a GEMM cannot multiply.
+        ValueError: when a layer gets its recipe (`for_layer`), for a result of `qfactory` that is no quantizer, no `Operand`
+            and not None, and for two operands that a GEMM cannot multiply.
 
     Examples:
         >>> from dlp.quant.fp8 import CurrentScaling
@@ -62,8 +63,8 @@ class CustomRecipe:
     reduce_amax: bool = True
 
     def for_layer(self, layer: str) -> Recipe:
-        """Return the recipe of the layer with this name. Raises ValueError if `qfactory` returns no quantizer, and for operands
-        that a GEMM cannot multiply."""
+        """Return the recipe of the layer with this name. Raises ValueError for a result of `qfactory` that is no quantizer, no
+        `Operand` and not None, and for operands that a GEMM cannot multiply."""
         x, w, dy, y, dx = (self._ask(role, layer) for role in ROLES)
         return Recipe(
             self.name, _operand(x), _operand(w), _operand(dy), self.fprop, self.dgrad, self.wgrad, self.amax_scope,

@@ -2,7 +2,7 @@
 
 Decoded values may always be transposed, so that the columnwise operand is the transposed rowwise operand, and dgrad and wgrad
 read the same values as fprop. If the quantizer clips, the operand has a second part, a mask of clipped values. The gradient of
-clipped values is 0; for all other values the rounding is ignored in backward (straight-through estimator). Both parts are
+clipped values is 0; for all other values the rounding is ignored in backward (straight-through estimator). Values and mask are
 sharded in the same way, so that tp, token shards and FSDP need no special code.
 """
 

@@ -70,8 +70,8 @@ _format = cache(Fp8Block)
 
 @dataclass(frozen=True)
 class BlockScaling:
-    """Quantizer with one scale per block, from the amax of the block: code = round to FP8 of fp32 x * scale. Ranks need no
-    agreement.
+    """Quantizer with one scale per block, from the amax of the block: code = fp8(x * scale), with an fp32 product. Ranks need
+    no agreement.
 
     element, tile   see `Fp8Block`
     power_of_two    round scales down to powers of two

@@ -39,7 +39,7 @@ class Fp8Codes(Format):
     def name(self) -> str:
         return f"{self.KIND}[{self.element}]"
 
-    @cached_property  # read for every operand
+    @cached_property  # cached, because it is read for every operand
     def parts(self) -> tuple[Part, ...]:
         return self.PARTS[self.element]
 

@@ -58,8 +58,8 @@ _format = cache(Fp8Rowwise)
 
 @dataclass(frozen=True)
 class RowwiseScaling:
-    """Quantizer with one scale per row, from the agreed amax of the row: code = round to FP8 of fp32 x * scale. A row of zeros
-    has scale 1.
+    """Quantizer with one scale per row, from the agreed amax of the row: code = fp8(x * scale), with an fp32 product. A row of
+    zeros has scale 1.
 
     element        "e4m3" or "e5m2"
     power_of_two   round scales down to powers of two

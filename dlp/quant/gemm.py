@@ -7,7 +7,7 @@ A `Gemm` has all arguments except A, so that a strategy can call it once, or sev
 The kernel is looked up in `dlp.kernels.table` by the `gemm_kind` of both formats, once for each pair of formats and device. If
 a format has a method `gemm`, this method runs. Pairs without an entry in the table decode both operands. Status of a GEMM:
 "native": the GEMM unit of the device reads the format; "emulated": decoded values, or the plain-torch reference; "own": the
-method `gemm` of a format. The device "cuda" is a GPU for which the kernels of dlp cannot be built: GEMMs run torch.
+method `gemm` of a format. The device "cuda" is a GPU for which the kernels of dlp cannot be built: its GEMMs run torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ __all__ = [
 class GemmOptions:
     """Options of a recipe for one GEMM.
 
-    fast_accumulation   sum FP8 products in the tensor core only, which is faster, with about 14 bits; else in fp32
+    fast_accumulation   True: sum FP8 products in the tensor core only, which is faster, but has about 14 bits. False: add
+                        partial sums in fp32
     out_dtype           dtype of the result; None: the dtype of the activations
     wire                format in which ranks send contributions, if the result is summed over ranks: "hp", "bf16" or "fp8"
     tuned               run the algorithm that `dlp.kernels.tune` measured as the fastest, if measured
@@ -115,7 +116,8 @@ def _takes_options(own: Callable[..., Tensor]) -> bool:
 
 
 def _own(gemm: Gemm, a: QuantizedTensor) -> Tensor:
-    """Run the method `gemm` of a format. The method has no factor alpha, which is applied to its fp32 result."""
+    """Run the method `gemm` of a format. The method has no argument alpha: an alpha other than 1 is applied to the fp32
+    product, before bias and `accumulate` are added."""
     own = own_gemm(a.format, gemm.b.format)
     assert own is not None
     finish: dict[str, Any] = {"out_dtype": gemm.out_dtype, "bias": gemm.bias, "accumulate": gemm.accumulate}

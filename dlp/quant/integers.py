@@ -28,7 +28,7 @@ class Int(Format):
 
     bits        2 to 8. Codes of 8 bits are stored as int8, other codes are packed into bytes
     group       number of elements of the contraction that share a scale; 0: one scale per row
-    symmetric   no zero points
+    symmetric   True: no zero points
 
     GEMMs of 8-bit codes with one scale per row multiply the codes, and subtract zero points in the integer sums. All other
     GEMMs decode, with one exception: a GPU kernel for few tokens and 4-bit weights in groups of 32, 64, 128, ...
@@ -134,8 +134,8 @@ def unpack(stored: Tensor, bits: int) -> Tensor:
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Pack int8 codes [rows, C] into uint8 [rows, ceil(C * bits / 8)].
 
-    The smallest code is subtracted from each code, and the result is stored from bit i * bits of the row on, least significant
-    bit first. Unused bits at the end of a row are 0."""
+    The smallest code is subtracted from each code. The result for code i of a row is stored from bit i * bits of the packed row
+    on, least significant bit first. Unused bits at the end of a row are 0."""
     unit, columns = _unit(bits), codes.shape[1]
     counted = F.pad(codes.to(torch.int16) - affine.code_range(bits)[0], (0, -columns % unit)).unflatten(1, (-1, unit))
     packed = counted.new_zeros(*counted.shape[:2], unit * bits // 8)

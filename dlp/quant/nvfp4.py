@@ -33,7 +33,8 @@ from dlp.quant.quantizer import (
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 BLOCK = 16
-FACTOR = 1 / (6 * 448)  # amax * FACTOR is the scale of the tensor: largest code 6, largest block scale 448
+# amax * FACTOR is the scale_inv of the tensor; 6 is the largest code, and 448 is the largest block scale
+FACTOR = 1 / (6 * 448)
 PARTS = (
     Part("codes", torch.uint8, rows=0, contraction=1),
     Part("scale_e4m3", torch.float8_e4m3fn, rows=0, contraction=1),
@@ -113,9 +114,9 @@ class Nvfp4Scaling:
                     are rounded to bf16 before the transform
     signs           see `Nvfp4`
     stochastic      round stochastically; casts need the argument `at`
-    four_over_six   choose for each block between two scales, which map the largest value to 6 or to 4, by the smaller squared
-                    error; 6 if the errors are equal (arXiv 2512.02010, `dlp.kernels.reference.nvfp4`). The stored amax contains
-                    the factor 448/256
+    four_over_six   choose the scale of each block from two scales, which map the largest value of the block to 6 or to 4: the
+                    scale with the smaller squared error, or 6 if the errors are equal (arXiv 2512.02010,
+                    `dlp.kernels.reference.nvfp4`). The stored amax is amax * 448/256
 
     Raises ValueError for `four_over_six` with `stochastic`. A cast raises ValueError for a matrix with partial blocks, and for
     stochastic rounding without `at`.
@@ -137,15 +138,15 @@ class Nvfp4Scaling:
 
     @cached_property
     def caps(self) -> QuantizerCaps:
-        """Caps of the quantizer. Kernels support tiles only with rounding to nearest and without transform, and only
-        RHT_SIGNS."""
+        """Caps of the quantizer. Kernels support tiles only with rounding to nearest and without transform, and the transform
+        only with the signs RHT_SIGNS."""
         plain = not self.rht and not self.stochastic
         kernel = (not self.rht or self.signs == RHT_SIGNS) and (plain or not self.tile)
         return QuantizerCaps(op="cast_nvfp4" if kernel else "", origin=self.stochastic, native=kernel)
 
     def pairs_with(self, columnwise: Quantizer) -> bool:
-        """Return whether `both` accepts this columnwise quantizer. Only the columnwise operand may have the Hadamard
-        transform."""
+        """Return whether `both` accepts this columnwise quantizer: an equal quantizer, or without `tile` also the same one with
+        the Hadamard transform. The rowwise quantizer (self) must not have the transform."""
         return not self.rht and columnwise in ((self,) if self.tile else (self, replace(self, rht=True)))
 
     @cached_property

@@ -1,7 +1,7 @@
 """Check of the options of a recipe, which come from configuration files, against the annotations of the function `recipe`.
 
-The signature of this function defines names, defaults and allowed values. Annotations may be bool, int, float, str, Literal,
-Callable, Sequence, Mapping, and unions of these.
+The signature of `recipe` defines names, defaults and allowed values of options. Annotations may be bool, int, float, str,
+Literal, Callable, Sequence, Mapping, and unions of these.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ operations:
     linear; mm, addmm by w^T     one custom op, `dlp::quantized_linear`: cast x by `activation`, then run the GEMM of both
                                  formats
     mm by w                      decodes w
-    detach, clone, to(device),   run on each part, if they keep complete blocks; else on decoded values
+    detach, clone, to(device),   run on each part, if the result has complete blocks; else on decoded values
     t, slice, narrow, split,
     cat, view (same shape or
     flat), copy_, empty_like,
@@ -16,8 +16,8 @@ operations:
     scatter, broadcast
     other operations             run on decoded values, with one warning per operation
 
-Values are read-only: operations that write to the tensor raise ValueError, except for a copy from a QuantizedParameter of the
-same format.
+Values are read-only: operations that write to the tensor raise ValueError, except for copy_, scatter and broadcast from a
+QuantizedParameter of the same format.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class QuantizedParameter(Tensor):
         x_scale: for a static quantizer of x: the scale of per-tensor FP8, else the range (`dlp.quant.static`); None: x has no
             static quantizer.
         turned: whether this tensor is the transpose of the matrix.
-        shape: shape of this tensor; None: the shape of the matrix (without padding), or with `turned` of its transpose.
+        shape: shape of this tensor; None: the shape of the matrix without padding, or if `turned` the shape of its transpose.
 
     Shape:
         - decoded values: [N, K], or [K, N] if `turned`
@@ -92,7 +92,7 @@ class QuantizedParameter(Tensor):
         self, q: QuantizedTensor, dtype: torch.dtype, use: Use | None = None, x_scale: Tensor | None = None,
         turned: bool = False, shape: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
-        """Store the parts as attributes. The class describes the arguments."""
+        """Store the parts as attributes. The docstring of the class describes the arguments."""
         self.use = use or Use(q.format)
         self.part_names = tuple(f"part_{part.name}" for part in q.format.parts)
         for name, part in zip(self.part_names, q.parts, strict=True):
@@ -160,8 +160,8 @@ class QuantizedParameter(Tensor):
         return all(each.is_shared() for each in self.inside)
 
     def like(self, parts: Sequence[Tensor], **changes: Any) -> QuantizedParameter:
-        """Return a QuantizedParameter with these parts and the same `use`. `changes`: other arguments of the constructor that
-        change; `shape` is not inherited."""
+        """Return a QuantizedParameter with these parts and the same `use`. `changes`: constructor arguments that replace
+        the arguments of this parameter; `shape` is not inherited."""
         kept: dict[str, Any] = {
             "dtype": self.dtype,
             "use": self.use,
@@ -295,7 +295,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return [given[name] for name in into if name in given]
 
 
-_TOLD: set[Any] = set()  # operations for which the warning has been logged
+_TOLD: set[Any] = set()  # operations for which `_decode_and_run` has logged the warning
 
 
 def _decode_and_run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -328,7 +328,7 @@ def _runs(*funcs: Any) -> Callable[[Run], Run]:
 
 
 @_runs(aten.detach.default, aten.alias.default, aten.contiguous.default, c10d.wait_tensor.default)
-# torch 2.11 does not have this operation
+# torch 2.11 does not have the operation _wrap_tensor_autograd
 @_runs(*(getattr(c10d, name).default for name in ("_wrap_tensor_autograd",) if hasattr(c10d, name)))
 def _each_part(func: Any, w: QuantizedParameter, **kwargs: Any) -> QuantizedParameter:
     return w.like([func(part) for part in w.parts], shape=_flat(w))
@@ -539,7 +539,7 @@ def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
 
 @_runs(aten.empty_like.default, aten.zeros_like.default, aten.new_zeros.default, aten.new_empty.default)
 def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> Any:
-    """Allocate a QuantizedParameter of the same shape, or with another number of rows that consists of complete blocks, as
+    """Allocate a QuantizedParameter in the shape of w, or with a different number of rows if these rows are complete blocks, as
     FSDP2 needs for padded shards. The scale of x is copied."""
     shape: Any = tuple(size[0]) if size else tuple(w.shape)
     fmt, same = w.use.format, shape == tuple(w.shape)
@@ -558,8 +558,8 @@ def _empty(func: Any, w: QuantizedParameter, *size: Any, dtype: Any = None, devi
 
 @_runs(aten.embedding.default)
 def _embedding(func: Any, w: Any, indices: Tensor, *how: Any) -> Any:
-    """Look up rows, and decode only these rows. The full table is decoded if scales span several rows, or if the table is
-    transposed or padded."""
+    """Look up rows, and decode only these rows. The full table is decoded if scales span several rows, if the format
+    does not define how rows are sliced, or if the table is transposed or padded."""
     if not isinstance(w, QuantizedParameter) or w.turned or w.use.shape:
         return NotImplemented
     fmt, rows = w.use.format, indices.reshape(-1)
@@ -581,7 +581,7 @@ def _linear(func: Any, x: Any, w: Any, bias: Any = None) -> Any:
 def _mm(func: Any, x: Any, w: Any) -> Any:
     if not isinstance(w, QuantizedParameter):
         return NotImplemented
-    return w.linear(x) if w.turned else x @ w.dequantize(x.dtype)  # fprop; else dgrad
+    return w.linear(x) if w.turned else x @ w.dequantize(x.dtype)  # turned: fprop; not turned: dgrad
 
 
 @_runs(aten.addmm.default)

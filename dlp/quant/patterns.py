@@ -125,8 +125,8 @@ def _nearest(pattern: str, names: Sequence[str], prefix: str) -> list[str]:
 
 
 def _ranges(pattern: str, lengths: Mapping[str, int]) -> str:
-    """Return text for the message: the index range of each container, if `pattern` has an index, which is then the most likely
-    mistake; else ""."""
+    """Return text for the message: the index range of each container, if `pattern` has an index, because the index
+    is then the most likely mistake; else ""."""
     if not any(_INDEX.fullmatch(component) for alternative in parse(pattern) for component in alternative):
         return ""
     return "".join(

@@ -132,7 +132,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def autocasts(x: Tensor) -> bool:
-    """Return whether torch.autocast would change the dtype of a product of x."""
+    """Return whether torch.autocast is on for the device of x and casts the dtype of x, which means all dtypes except fp64."""
     return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
 
 

@@ -32,7 +32,7 @@ class ScaleSlot:
     """Delayed scale of one tensor, as views of the table of the model (`dlp.quant.state.SlotTable`).
 
     scale     fp32 [], the scale that casts read; fp32 [2] for a static range with zero points (`SlotOptions.numbers`)
-    staging   same shape, max |x| over all casts since the last update. A cast updates `staging` in its read of x
+    staging   in the shape of `scale`: max |x| over all casts since the last update. A cast updates `staging` while it reads x
     """
 
     scale: Tensor
@@ -141,7 +141,7 @@ class QuantizerCaps:
     native: bool = False
 
     def of_casts(self) -> QuantizerCaps:
-        """Return these caps with `native=False`, for a quantizer that has another `cast`."""
+        """Return these caps with `native=False`, for a subclass or wrapper that replaces `cast` or `observe`."""
         return replace(self, native=False)
 
 
@@ -257,7 +257,8 @@ def takes_flag(quantizer: Quantizer) -> bool:
 
 
 def batches(quantizer: Quantizer) -> bool:
-    """Return whether `batch` of a quantizer may be used: not for stochastic rounding and for formats with a transform."""
+    """Return whether `batch` of a quantizer may be used: `batch` exists, casts do not round stochastically, and the format has
+    no transform."""
     return offers(quantizer, "batch") and not caps_of(quantizer).origin and not quantizer.format.basis
 
 

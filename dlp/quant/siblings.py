@@ -1,4 +1,6 @@
-"""Joined operands of siblings, so that dx = sum over i of dy_i @ w_i is one GEMM, if the kernel table has a kernel for it.
+"""Joined operands of siblings (linears with the same x), so that dx = sum over i of dy_i @ w_i is one GEMM.
+
+The kernel table may have a kernel for the joined operands; otherwise the siblings run separate GEMMs.
 
     A [M, N_1 + N_2 + ...]    dy_i rowwise       parts of dy_1, then parts of dy_2, ...
     B [K, N_1 + N_2 + ...]    w_i columnwise     parts of w_1, then parts of w_2, ...
@@ -80,8 +82,8 @@ def together(a: Format, b: Format, count: int, device: str) -> tuple[Siblings, S
 def as_one(operands: Sequence[Any], gemms: Sequence[Gemm], dtype: torch.dtype) -> tuple[Sequence[Any], Sequence[Gemm]]:
     """Return one joined operand A and one GEMM with a result of `dtype`, in place of the operands and GEMMs of siblings.
 
-    The arguments are returned unchanged if the kernel table has no kernel for the joined formats, if an operand is still being
-    gathered, if siblings have different formats, or if a GEMM has a bias, an `accumulate` tensor or an `alpha` other than 1.
+    The arguments are returned unchanged if `together` returns None, if an operand is still being gathered, if siblings have
+    different formats, or if a GEMM has a bias, an `accumulate` tensor or an `alpha` other than 1.
     """
     first = gemms[0]
     for a, gemm in zip(operands, gemms, strict=True):

@@ -2,7 +2,8 @@
 
     scale      fp32 [slots]   scales that casts read
     staging    fp32 [slots]   maximum of the amaxes since the last update; 0 if there was no cast
-    history    fp32 [L, n]    amaxes of earlier steps, for the n slots with the same history length and algorithm; row 0 is 0
+    history    fp32 [L, n]    amaxes of earlier steps, for the n slots with the same history length L and amax algorithm; row 0
+                              is 0
 
 `scale` and `staging` are one tensor each for all slots, and casts use views of these tensors. One all-reduce of `staging` is
 therefore enough for all scales. An update is a few vectorized operations for any number of slots; on a GPU it is one launch.
@@ -97,7 +98,7 @@ class SlotTable:
     def update(self, reduced: Tensor) -> None:
         """Append `reduced` to the histories, compute the scales from the histories, and zero `staging`.
 
-        reduced   fp32 [slots], `staging` after the MAX all-reduce over ranks. The tensor `staging` itself saves a copy
+        reduced   fp32 [slots], `staging` after the MAX all-reduce over ranks. Passing the tensor `staging` itself saves a copy
         """
         if reduced is not self.staging:
             self.staging.copy_(reduced)
@@ -132,8 +133,8 @@ class SlotTable:
     def load_merged(self, states: Sequence[Mapping[str, Mapping[str, Tensor]]]) -> None:
         """Merge and load the states of ranks with different scales. A single state is loaded unchanged.
 
-        The merged history is the maximum over the ranks, and scales are computed from it. A slot with an empty history gets the
-        smallest scale of all ranks."""
+        The merged history is the maximum over the ranks, and scales are computed from the merged history. A slot whose merged
+        history contains only zeros gets the smallest scale of all ranks."""
         for state in states:
             self._check(state)
         for kind in self._kinds:
@@ -355,7 +356,8 @@ class ForwardScales:
 
     state    the state with the table
     behind   the argument of `ScalingState.hold`
-    values   fp32 [slots], copy of the scales, made when the table changes; None: the table still has the scales of the forward
+    values   fp32 [slots], copy of the scales of the forward, made before the scales of the table change; None: the table still
+             has the scales of the forward
     """
 
     state: ScalingState
@@ -363,7 +365,8 @@ class ForwardScales:
     values: Tensor | None = None
 
     def slot(self, name: str) -> ScaleSlot:
-        """Return the slot of a cast after the table has changed. The amax is not recorded again."""
+        """Return the slot for a cast, with the scale that this forward used. Must be called only after the scales of the table
+        have changed (`values` is not None). The cast does not record its amax again."""
         assert self.values is not None
         scale = self.values[self.state.table.place(name)]
         return ScaleSlot(scale, self.state.unread)

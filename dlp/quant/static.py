@@ -30,7 +30,7 @@ def _filled(value: Tensor, *, out: Tensor) -> None:
 
 @dataclass(frozen=True)
 class StaticScaling(Wrapped):
-    """Quantizer that casts by `inner`, with the static range in the slot for every row.
+    """Quantizer that casts by `inner`, with the static range of the slot in place of the observed amax of every row.
 
     Raises ValueError for an `inner` that does not have one scale per row (`fits`).
     """
@@ -70,8 +70,8 @@ def has_zero_points(quantizer: Quantizer) -> bool:
 
 
 def reach_of(quantizer: Quantizer, low: Tensor, high: Tensor) -> Tensor:
-    """Return the static range of `quantizer` for a tensor with smallest value `low` and largest value `high`, fp32 [].
+    """Return the static range of `quantizer` for a tensor with smallest value `low` and largest value `high`, both fp32 [].
 
-    The result is fp32 [2] for a quantizer with zero points, else fp32 [], as described at the top of this file."""
+    The range is fp32 [2] for a quantizer with zero points, else fp32 []; see the top of this file."""
     reach = torch.stack([high, -low]).clamp(min=0)
     return reach if has_zero_points(quantizer) else reach.amax(0)

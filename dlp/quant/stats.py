@@ -1,14 +1,14 @@
 """Statistics of casts, which the quantizer wrapper `Measured` records.
 
     amax         largest |x|
-    scale_inv    largest scale_inv
+    scale_inv    largest scale_inv in the tensor
     underflow    share of nonzero elements whose decoded value is 0
     saturation   share of nonzero elements beyond the largest value that their scale can represent
     sqnr_db      10 log10(sum x^2 / sum (x - decoded)^2)
 
 `measured(recipe, ...)` wraps the quantizers of x, w and dy; the codes do not change. Statistics are accumulated on the device
 over all casts of a tensor in a step, in two tensors, which the host reads once per step. scale_inv and saturation are computed
-from two codes of the format (`Format.landmarks`); for a format without these codes they are unknown.
+from two codes of the format (`Format.landmarks`); for a format without these codes both are unknown.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StatsTable:
             self.maxima[row] = torch.maximum(self.maxima[row], maxima)
 
     def close(self) -> None:
-        """End a step: store the statistics in `last`, zero the table, and set `recording`."""
+        """End a step: store the statistics in `last`, zero the table, and set `recording` to True."""
         self.last = self.sums.clone(), self.maxima.clone()
         self.sums.zero_()
         self.maxima.zero_()

@@ -252,8 +252,8 @@ class Format:
         return QuantizedTensor(self, tuple(parts[: len(self.parts)]))
 
     def fill(self, out: QuantizedTensor | None, *parts: Tensor) -> QuantizedTensor:
-        """Return a QuantizedTensor of these parts. With `out`, return `out`, after copying all parts that are not tensors of
-        `out` into it."""
+        """Return a QuantizedTensor of these parts. With `out`, copy each part that is not yet a tensor of `out` into the
+        tensor of `out`, and return `out`."""
         if out is None:
             return QuantizedTensor(self, parts)
         for destination, part in zip(out.parts, parts, strict=True):

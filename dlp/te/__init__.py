@@ -3,9 +3,9 @@
     import dlp.te as te                          in place of import transformer_engine.pytorch as te
     from dlp.te.recipe import DelayedScaling     in place of from transformer_engine.common.recipe import ...
 
-An argument of TE without counterpart raises TypeError (`dlp.te_arguments`), a name without counterpart AttributeError
-(`MISSING`). Both messages name the alternative, and docs/from-transformer-engine.md has a row for each. The names of `__all__`
-are public.
+An argument of TE without counterpart in dlp raises TypeError (`dlp.te_arguments`), and a name of TE without counterpart raises
+AttributeError (`MISSING`). Both messages name the alternative. docs/from-transformer-engine.md has a row for each argument and
+name. The names in `__all__` are public.
 """
 
 from types import SimpleNamespace
@@ -59,6 +59,7 @@ class DotProductAttention(_DotProductAttention):
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raise AttributeError for a missing name. If TE has this name, the message names the alternative."""
+    """Raise AttributeError for a name that this module does not have. For a name in `MISSING` the message names the
+    alternative."""
     instead = f": {MISSING[name]}" if name in MISSING else ""
     raise AttributeError(f"module 'dlp.te' has no attribute {name!r}{instead}")

@@ -1,6 +1,6 @@
 """Linear, LayerNormLinear, LayerNormMLP, TransformerLayer with keywords and defaults of `transformer_engine.pytorch` (TE).
 
-The modules are subclasses of layers of `dlp.ops` with other defaults, `parameters_split`, TE's arguments of forward, and
+The modules are subclasses of layers of `dlp.ops`. They add TE's defaults, `parameters_split`, TE's arguments of forward, and
 `backward_dw`.
 """
 
@@ -30,7 +30,8 @@ class SplitLinear(ops.Linear):
     parameters_split   names for equal parts of out_features, or a dict name -> size; "query" and "query_" both name the
                        parameters query_weight and query_bias. None: one weight and one bias
 
-    Raises ValueError if the sizes do not sum to out_features, and for a row-parallel layer with several parts.
+    Raises ValueError if the sizes do not sum to out_features, if two names differ only in a trailing "_", and for a
+    row-parallel layer with parameters_split.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class SplitLinear(ops.Linear):
 
 
 def _sizes(out_features: int, split: Split) -> dict[str, int]:
-    """Map the prefix of each pair of parameters to its size. Raises ValueError if the sizes do not sum to `out_features`."""
+    """Return prefix of the names of a weight and its bias -> number of output features of this weight.
+
+    Raises ValueError if the sizes do not sum to `out_features`, or if two names give the same prefix."""
     if split is None:
         return {"": out_features}
     if not isinstance(split, Mapping):
@@ -67,7 +70,8 @@ def _sizes(out_features: int, split: Split) -> dict[str, int]:
 
 
 def joined(results: Any, count: int) -> Any:
-    """Concatenate the results of a layer with `count` weights: the ys and, with return_bias, the biases."""
+    """Concatenate the results of a layer with `count` weights along features: the ys and, with return_bias, the biases. Other
+    results are returned unchanged."""
     if count == 1:
         return results
     if not isinstance(results[0], tuple):
@@ -80,7 +84,7 @@ def joined(results: Any, count: int) -> Any:
 def on_tokens(forward: Callable[[Any], Any], x: Any, sharded: bool) -> Any:
     """Call `forward` with x, in the layout that layers of dlp expect.
 
-    If `sharded`, x [S / tp, B, K] is TE's shard of a sequence. x is reshaped to the token shard [S / tp * B, K], and results
+    If `sharded`, a 3-D x [S / tp, B, K] is TE's token shard of this rank. x is reshaped to [(S / tp) * B, K], and 2-D results
     are reshaped to [S / tp, B, ...]."""
     if not sharded or not isinstance(x, Tensor) or x.dim() != 3:
         return forward(x)
@@ -91,7 +95,7 @@ def on_tokens(forward: Callable[[Any], Any], x: Any, sharded: bool) -> Any:
 
 
 def _sharded(options: Mapping[str, Any]) -> bool:
-    """Whether these options shard sequences over tp."""
+    """Whether these layer options turn on sequence parallelism over a tp group."""
     return bool(options.get("sequence_parallel")) and options.get("tp_group") is not None
 
 
@@ -99,12 +103,12 @@ class Linear(SplitLinear):
     """te.Linear: y = x @ weight.T + bias.
 
     Args:
-        in_features: K, the size of x.
-        out_features: N, the size of y.
+        in_features: K, the last dimension of x.
+        out_features: N, the last dimension of y.
         bias: whether the layer has a bias.
-        parallel_mode: None, "column" or "row" over `tp_group`.
+        parallel_mode: how `tp_group` shards the weight: None (not), "column" or "row".
         parameters_split: see `SplitLinear`.
-        return_bias: return (y without bias, bias).
+        return_bias: True: return (y without bias, bias).
         options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method, name,
             save_original_input.
 
@@ -224,7 +228,7 @@ class LayerNormMLP(_Module, ops.LayerNormMLP):
 
 
 class TransformerLayer(_Module, ops.TransformerLayer):
-    """te.TransformerLayer: `ops.TransformerLayer` with TE's defaults, [S, B, H] and dropouts of 0.1."""
+    """te.TransformerLayer: `ops.TransformerLayer` with TE's defaults: layout [S, B, H], and dropout probabilities of 0.1."""
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None,

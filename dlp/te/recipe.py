@@ -1,4 +1,4 @@
-"""Functions with the names and keywords of the recipes in `transformer_engine.common.recipe`, which return recipes of dlp."""
+"""Functions that return recipes of dlp, with the names and keywords of the recipes in `transformer_engine.common.recipe`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ARGUMENTS: dict[str, Argument] = {
     "use_power_2_scales": Argument(_POWER.format(True), _NONE),
     "use_f32_scales": Argument(_POWER.format(False), _NONE),
     "nvfp4_4over6": Argument(_SIX, (*_NONE, "none")),
-    "nvfp4_4over6_e4m3_use_256": Argument(_SIX, None),  # TE ignores it, too, unless nvfp4_4over6 is set
+    "nvfp4_4over6_e4m3_use_256": Argument(_SIX, None),  # any value: TE ignores it unless nvfp4_4over6 is set
     "nvfp4_4over6_err_mode": Argument(_SIX, None),
     "fp4_format": Argument("leave the argument out: the elements of nvfp4 are E2M1", (Format.E2M1,)),
     "fp8_format": Argument("leave the argument out: the scales of nvfp4 are E4M3", (Format.E4M3,)),
@@ -65,8 +65,8 @@ def DelayedScaling(
 
 
 def Float8CurrentScaling(fp8_format: str = Format.HYBRID, **options: Any) -> Recipe:
-    """Return the recipe fp8_current. Further keywords: fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad (equal
-    `QParams`), fp8_gemm_fprop, fp8_gemm_dgrad and fp8_gemm_wgrad (`MMParams`)."""
+    """Return the recipe fp8_current. Further keywords: fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad (three
+    `QParams`, which must be equal), fp8_gemm_fprop, fp8_gemm_dgrad and fp8_gemm_wgrad (`MMParams`)."""
     return load("fp8_current", fp8_format=fp8_format, **_scaling("Float8CurrentScaling", options))
 
 

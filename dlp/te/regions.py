@@ -1,6 +1,7 @@
-"""Context managers and functions of `transformer_engine.pytorch`.
+"""Context managers and functions with the names and arguments of `transformer_engine.pytorch` (TE).
 
-A region without recipe runs under fp8_current, which needs no amax history. TE's default on Hopper is delayed scaling.
+An autocast region without recipe runs under fp8_current, which needs no amax history. TE's default on Hopper is delayed
+scaling.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def autocast(
 def fp8_autocast(
     enabled: bool = True, calibrating: bool = False, fp8_recipe: Any = None, fp8_group: ProcessGroup | None = None
 ) -> AbstractContextManager[None]:
-    """Call `autocast` by its former name."""
+    """Call `autocast`. TE renamed fp8_autocast to autocast."""
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
 
@@ -46,7 +47,7 @@ fp8_model_init = quantized_model_init
 
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Return True, and "" as the reason if `return_reason`: every recipe runs on every device, emulated if necessary."""
+    """Return True, or (True, "") if `return_reason`, because every recipe runs on every device, emulated if necessary."""
     return (True, "") if return_reason else True
 
 

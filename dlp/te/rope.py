@@ -15,7 +15,8 @@ class RotaryPositionEmbedding(nn.Module):
     Args:
         dim: number of features of a head.
         rotary_base: base of the angles.
-        interleaved: True: a pair consists of features 2 i and 2 i + 1. False: of features i and i + dim / 2.
+        interleaved: True: a pair consists of features 2 i and 2 i + 1. False: a pair consists of features i and
+            i + dim / 2.
 
     Shape:
         - output of forward(max_seq_len): fp32 [max_seq_len, 1, 1, dim]

@@ -34,17 +34,17 @@ IN_A_ROW = 2  # the run ends after this number of failed saves in a row
 
 
 class Copies:
-    """Copies of tensors for one save after the other; the host memory of the copies is reused. Call `take`, then `fetch`.
+    """Copier of the tensors of a checkpoint; each save reuses the host memory of the previous save. Call `take`, then `fetch`.
 
-    On a GPU `take` copies as many tensors as fit into half of the free device memory to device memory, which takes
-    milliseconds, and the other tensors to the host. `fetch` then copies the device copies to the host.
+    On a GPU `take` copies tensors within device memory, which takes milliseconds, until the copies fill half of the free device
+    memory; `take` copies the other tensors to the host. `fetch` then copies the device copies to the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pinned = device, device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._pinned else None
         self._kept: dict[str, Tensor] = {}
-        self._room = self._reserved = 0  # bytes: still available for device copies; device copies of the previous save
+        self._room = self._reserved = 0  # bytes left for device copies; bytes of the device copies of the last `take`
         self.done: torch.cuda.Event | None = None  # recorded after the copies of the last `take`
 
     @property
@@ -53,7 +53,8 @@ class Copies:
         return not self._kept
 
     def take(self, taken: Snapshot) -> Snapshot:
-        """Copy all tensors, on the device or to the host; on a GPU the copies are complete after the event `done`."""
+        """Return the snapshot with copies of all tensors, on the device or on the host. On a GPU the copies are complete after
+        the event `done`."""
         if self._stream is None:
             return replace(taken, tensors=self._tree("", taken.tensors, self._to_host))
         self._room = room = (self._free_device_memory() + self._reserved) // 2
@@ -66,7 +67,7 @@ class Copies:
         return replace(taken, tensors=copied)
 
     def fetch(self, taken: Snapshot) -> None:
-        """Replace the device copies in `taken` by host copies, and wait for them. Called by the writing thread."""
+        """Replace the device copies in `taken` by host copies, and wait for the host copies. Called by the writing thread."""
         if self._stream is None:
             return
         with torch.cuda.stream(self._stream):
@@ -98,18 +99,19 @@ class Copies:
         if kept is None or (kept.shape, kept.dtype) != (source.shape, source.dtype):
             kept = self._kept[name] = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._pinned)
         if self._stream is not None and source.is_cuda:
-            source.record_stream(self._stream)  # a tensor that the run frees must outlive the copy
+            source.record_stream(self._stream)  # freed memory is then not reused before the copy ends
         return kept.copy_(source.detach(), non_blocking=True)
 
 
 @dataclass
 class Overhead:
-    """Number of saves, and seconds that training waited for them.
+    """Number of saves of a run, and seconds that training waited for saves.
 
-    first    the first save, which allocates pinned memory
-    last     the last save, with which no step overlaps
-    host     all other saves: waits of the host
-    device   all other saves: waits of the device for the copies, before the update of the next step
+    first    time in which the host made the copies of the first save, which allocates pinned memory; without asynchronous
+             saves, the time of the first save
+    last     time in which the host waited until the last save was written, while no steps run
+    host     all other time in which the host copied tensors or waited for a save
+    device   time in which the device waited for copies, before the update of the step after a save
     """
 
     asynchronous: bool
@@ -134,7 +136,7 @@ class Overhead:
 
 
 def describe(settings: Checkpoint) -> str:
-    """Return the line about saves in plan and log: how often, and whether in the background."""
+    """Return the line about saves for plan and log: when checkpoints are saved, and whether in the background."""
     if settings.none:
         return "saves: none ([checkpoint] every = 0 and at_end = false)"
     if not settings.every:
@@ -145,8 +147,8 @@ def describe(settings: Checkpoint) -> str:
 
 
 class Saver:
-    """Saver of the checkpoints of one run, with the same calls on all ranks. `saved`: step of the last checkpoint that this
-    run has finished or resumed from; 0 if there is none."""
+    """Saver of the checkpoints of one run; all ranks make the same calls. `saved`: step of the last checkpoint that this run
+    has finished or resumed from; 0 if there is none."""
 
     def __init__(self, folder: Path, training: Training, keep: int, asynchronous: bool) -> None:
         self.folder, self.training, self.keep = folder, training, keep
@@ -160,8 +162,8 @@ class Saver:
         self.asynchronous = asynchronous
 
     def save(self, step: int, final: bool) -> list[str]:
-        """Settle the previous save, and save this step; with `final`, settle this save as well. Returns log lines about the
-        settled saves. Raises SaveError on all ranks: see `settle`."""
+        """Settle the previous save, and save this step. A `final` save and a synchronous save are settled at once. Returns log
+        lines about the settled saves. Raises SaveError on all ranks: see `settle`."""
         said = self.settle(final=False)
         began = time.perf_counter()
         self.overhead.saves += 1
@@ -183,7 +185,7 @@ class Saver:
         return save_load.write(self.folder, taken, self.keep, self._group)
 
     def before_update(self) -> None:
-        """Make the current stream wait for the copies of the last save, since the update overwrites their sources."""
+        """Make the current stream wait for the copies of the last save, since the update overwrites the copied tensors."""
         copied = self._copies.done if self.asynchronous else None
         if copied is None:
             return
@@ -213,7 +215,8 @@ class Saver:
         return [str(saved)]
 
     def unsaved(self, done: int) -> str:
-        """Describe the steps that are in no checkpoint when a run ends after `done` steps."""
+        """Return the end of a log line about the steps that are in no checkpoint when a run ends after `done` steps; "" if
+        there are no such steps."""
         if self.saved == done:
             return ""
         return f", nothing was saved after step {self.saved}" if self.saved else ", nothing was saved"

@@ -2,8 +2,8 @@
 write raises the OSError behind the failure.
 
 The index `.metadata` of DCP is a pickle, and unpickling runs any code that the pickle names. The unpickler of this module
-accepts only the classes of an index, and dtypes and sizes of torch. Every entry must be a tensor (DCP loads other entries by an
-unrestricted `torch.load`, and tensors with weights_only=True) in a file that the manifest lists.
+accepts only the classes of an index, paths, and dtypes, sizes and layouts of torch. Every entry must be a tensor in a file that
+the manifest lists: DCP loads tensors by `torch.load` with weights_only=True, but other entries by an unrestricted `torch.load`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def read_index(path: Path) -> Metadata:
 
 
 def files_of(index: Metadata) -> set[str]:
-    """Return the names of the files that hold the tensors of an index. Raises ValueError if the index lacks file names."""
+    """Return the names of the files that hold the tensors of an index. Raises ValueError if the index lacks file names, or if
+    DCP has transformed a file (for example, compressed it)."""
     places = list(index.storage_data.values()) if isinstance(index.storage_data, dict) else []
     known = [
         place for place in places if isinstance(place, filesystem._StorageInfo) and not place.transform_descriptors
@@ -80,8 +81,8 @@ def files_of(index: Metadata) -> set[str]:
 
 
 def check_index(path: Path, files: Collection[str]) -> Metadata:
-    """Return the index of a checkpoint. Raises ValueError with the reason if the index is invalid or names other files than
-    `files`."""
+    """Return the index of a checkpoint. Raises ValueError with the reason if the index is invalid, or if `files` (the names in
+    the manifest) are not exactly the index and the files that the index names."""
     index = read_index(path)
     if differing := sorted((files_of(index) | {INDEX}).symmetric_difference(files), key=str):
         raise ValueError(f"{INDEX} and the manifest list different files, first {differing[0]!r}")
@@ -136,8 +137,8 @@ def threads_of_rank() -> int:
 class Writer(dcp.FileSystemWriter):
     """DCP writer that writes one file per thread of a rank, and at most one file per 64 MiB of tensors.
 
-    With `file_each` it writes one file per tensor, one after the other: torch keeps all tensors of a file in memory until the
-    file is complete. `hashes`: size and hash of each file of this rank, by name.
+    With `file_each` it writes one file per tensor, one after the other, because torch keeps all tensors of a file in memory
+    until the file is complete. `hashes`: size and hash of each file of this rank, by name.
 
     Two features of torch's writer are not used: its threads, which lose errors, and its copies from a GPU ahead of the write,
     which allocate pinned memory. Archive records have no CRC-32 checksums: the manifest has stronger hashes of all files.

@@ -1,4 +1,4 @@
-"""Check that a checkpoint holds no NaN or Inf. The loss does not reveal all of them: a NaN in an embedding row that no token
+"""Check that a checkpoint holds no NaN or Inf. The loss does not reveal every NaN: a NaN in an embedding row that no token
 reads has no effect on the loss."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ CHECKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def not_finite(tensors: Mapping[str, Any]) -> str | None:
     """Return a sentence about the first tensor with a NaN or Inf on this rank; None if all tensors are finite.
 
-    `tensors` is a tree of dicts. Each tensor is read once, and the host waits for the device once. Integer tensors, such as
-    the codes of 8-bit optimizer states, are not checked.
+    `tensors` is a tree of dicts. If all tensors are finite, each is read once, and the host waits for the device once. Integer
+    tensors, such as the codes of 8-bit optimizer states, are not checked.
     """
     names, extremes = [], []
     for name, tensor in _leaves(tensors):

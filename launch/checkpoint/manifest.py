@@ -48,8 +48,8 @@ def resolve(resume: str, folder: Path) -> Path | None:
     """Return the checkpoint that `[checkpoint] resume` names: None for "none", the newest finished checkpoint in `folder` or
     None for "auto", else the path.
 
-    Raises CheckpointError if the path is no checkpoint or an unfinished checkpoint of this run, or if "auto" finds a plain file
-    that is named like a checkpoint newer than all finished ones.
+    Raises CheckpointError if the path is not a folder, or lies in the folder of this run and is not a finished checkpoint.
+    With "auto", raises CheckpointError if a file has the name of a checkpoint and a later step than all finished checkpoints.
     """
     if resume == "none":
         return None
@@ -139,8 +139,8 @@ class HashedFile(io.BufferedWriter):
 
 
 def _to_pieces(offset: int, length: int) -> list[tuple[int, int]]:
-    """Split `length` bytes that start at byte `offset` of a file at the ends of pieces; return (start, end) relative to
-    `offset`."""
+    """Split the `length` bytes from byte `offset` of a file at multiples of `PIECE`; return (start, end) of each part, relative
+    to `offset`."""
     ends = [*range(PIECE - offset % PIECE, length, PIECE), length]
     return list(zip([0, *ends], ends, strict=False))
 
@@ -192,7 +192,7 @@ def read_manifest(path: Path, way_out: WayOut = way_out) -> dict[str, Any]:
 
 
 def _without_manifest(path: Path) -> str:
-    """Return the predicate of a sentence about a path without a manifest; names checkpoints in or beside the path."""
+    """Return the predicate of a sentence about a path without a manifest, which names the checkpoints in or beside the path."""
     for kind, folder in (("is the folder of a run", path / "checkpoints"), ("is the folder of its checkpoints", path)):
         if found := complete(folder):
             return f"{kind}, whose newest checkpoint is {found[-1]}"
@@ -203,7 +203,7 @@ def _without_manifest(path: Path) -> str:
 
 
 def _unlike(manifest: dict[str, Any]) -> str | None:
-    """Return the first error in the digest or the value types of a manifest; None if there is none."""
+    """Return the first error in the digest, the value types or the file entries of a manifest; None if there is none."""
     if manifest["digest"] != digest(manifest):
         return "was changed after it was written"
     for key, kind in TYPES.items():

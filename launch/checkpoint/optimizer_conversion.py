@@ -1,8 +1,9 @@
-"""Convert AdamW averages between fp32 and 8-bit or 4-bit codes when a checkpoint is loaded.
+"""Convert the averages of AdamW (exp_avg, exp_avg_sq) between fp32 and 8-bit or 4-bit codes when a checkpoint is loaded.
 
-The form of an average is the shape and dtype of its tensors: codes and scale, or one fp32 tensor. Forms in the checkpoint and
-in the run differ after a change of `[train] optimizer`, and for codes also on a mesh with other shards. An average whose form
-differs is loaded unsharded, one average at a time, decoded and written into the state of the run. Others are loaded directly.
+The form of an average is the shape and dtype of its tensors: codes and scale, or one fp32 tensor. The form in the checkpoint
+differs from the form in the run after a change of `[train] optimizer`; the form of codes also differs if the mesh shards the
+parameter differently. An average whose form differs is loaded unsharded, one average at a time, decoded and written into the
+state of the run. Averages with equal forms are loaded directly.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def saved_form(index: Metadata, name: str) -> Form:
 
 
 def take_differing(states: dict[str, dict[str, Any]], index: Metadata) -> dict[tuple[str, str], Average]:
-    """Remove the averages whose form in the checkpoint differs from `states`, and return them by (parameter, average name).
+    """Remove from `states` the averages whose form in the checkpoint differs, and return them by (parameter, average name).
 
     states: states of the optimizer by parameter name.
     """

@@ -4,9 +4,9 @@
         __0_0.distcp, ..., .metadata    files of torch: plain tensors and DTensors, no subclasses or pickled objects
         manifest.json                   description, size and hash of every file (manifest.py)
 
-Names are the parameter names of the model, and the reader sees unsharded tensors, so a checkpoint loads on another mesh: each
-rank reads its shards. Learning rate and position in the data are functions of step and settings, and are not stored. RNG states
-belong to ranks and are restored only on the same number of ranks.
+Tensors are stored under the parameter names of the model, and the reader sees unsharded tensors. Therefore a checkpoint loads
+on any mesh: each rank reads its shards. Learning rate and position in the data are functions of step and settings, and are not
+stored. RNG states belong to ranks and are restored only on the same number of ranks.
 
 A torn checkpoint (incomplete or modified) or a foreign one (another format) is an error; an older checkpoint is used only if
 the user names it. Rank 0 reads the manifest for all ranks, so that all ranks load the same checkpoint or raise the same error.
@@ -63,11 +63,11 @@ class Training:
     optimizer     optimizer of the model; its state exists after the first step
     data          token stream of the training data
     device        device of this rank
-    settings      `[model]` of the config as a dict; for a model of transformers, its config.json
+    settings      settings that define the parameters: `[model]` of the config, or config.json of a model of transformers
     config        complete config as TOML
     recipe_files  Python files of user-defined recipes that the config names
     tokenizer     hash of the tokenizer of the data; None if unknown
-    update        tensors of the step update (recent gradient norms) by name, equal on all ranks
+    update        tensors by name that decide which steps are skipped as spikes (recent gradient norms); equal on all ranks
     """
 
     model: nn.Module
@@ -96,7 +96,7 @@ class Loaded:
 
 
 def _tensors(training: Training) -> dict[str, Any]:
-    """Return the tensors of the run by name; loading writes into them. A tied parameter appears once."""
+    """Return parameters and optimizer states by parameter name; loading writes into them. A tied parameter appears once."""
     for module in training.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after a forward without backward the root FSDP unit still has unsharded parameters
@@ -179,8 +179,9 @@ def save(folder: Path, step: int, training: Training, keep: int) -> Saved:
 def write(folder: Path, taken: Snapshot, keep: int, group: ProcessGroup | None = None) -> Saved:
     """Write checkpoint `step-N` under `folder`, then remove all but the newest `keep` checkpoints. Collective.
 
-    `group`: process group of all ranks that no other thread uses meanwhile; None: the default group. Raises SaveError on all
-    ranks if one rank could not write; earlier checkpoints stay, and partial files are removed.
+    `group`: process group of all ranks, which no other thread may use during the call; None: the default group. Raises
+    SaveError on all ranks if one rank could not write or found a NaN or Inf; earlier checkpoints stay, and partial files are
+    removed.
     """
     began, rank = time.perf_counter(), dist.get_rank()
     final, temporary = folder / f"step-{taken.step}", folder / f".step-{taken.step}.tmp"
@@ -279,7 +280,7 @@ class Opened:
 
 
 def opened(path: Path, way_out: WayOut = way_out) -> Opened:
-    """Check all files of a checkpoint. Collective; also works without a process group.
+    """Check all files of a checkpoint, and return its manifest and index. Collective; also works without a process group.
 
     Raises CheckpointError on all ranks for a torn or foreign checkpoint, with the remedy of `way_out`.
     """
@@ -295,7 +296,8 @@ def opened(path: Path, way_out: WayOut = way_out) -> Opened:
 def load(path: Path, training: Training) -> Loaded:
     """Restore the state `training` from a checkpoint that was saved on this or another mesh. The model must not have run yet.
 
-    Raises CheckpointError on all ranks for a torn or foreign checkpoint, and for a checkpoint of another model or other data.
+    Raises CheckpointError on all ranks for a torn or foreign checkpoint, and for a checkpoint of another model, other data,
+    other recipes or another kind of optimizer.
     """
     found = opened(path)
     manifest, index = found.manifest, found.index
@@ -334,8 +336,8 @@ def load(path: Path, training: Training) -> Loaded:
 
 
 def _check_files(path: Path, files: dict[str, Any], way_out: WayOut) -> str:
-    """Check all sizes and this rank's share of the hashes; return a log line with size and time. Raises CheckpointError on all
-    ranks if one rank finds damage."""
+    """Check the sizes of all files, and the hashes of this rank's share of the files; return a log line with size and time.
+    Raises CheckpointError on all ranks if one rank finds damage."""
     began, (rank, world) = time.perf_counter(), rank_objects.place()
     found = rank_objects.from_all(damage(path, files, share=sorted(files)[rank::world]))
     for finder, reason in enumerate(found):

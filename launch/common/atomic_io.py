@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-YOUNG = 60.0  # age in seconds up to which an unlocked temporary folder counts as in use, because its lock may follow
+YOUNG = 60.0  # seconds for which a new temporary folder counts as in use without a lock, because its lock may follow
 
 
 def rewrite(path: Path, text: str) -> None:
@@ -41,7 +41,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     work.mkdir(parents=True)
     lock = os.open(work, os.O_RDONLY)  # the system releases a lock when its process ends
     try:
-        with suppress(OSError):  # the file system has no locks
+        with suppress(OSError):  # raised by file systems without locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield work
         try:
@@ -58,8 +58,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _at_work(work: Path) -> bool:
-    """Return whether another process may be writing to the temporary folder `work`: it is locked, or was created less than
-    `YOUNG` seconds ago."""
+    """Return whether another process may be writing to the temporary folder `work`: the folder is locked, cannot be opened or
+    locked, or was modified less than `YOUNG` seconds ago."""
     try:
         lock = os.open(work, os.O_RDONLY)
     except OSError:  # the folder was removed in the meantime

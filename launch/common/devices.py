@@ -37,7 +37,7 @@ NAMES = (*DEVICES, *BOARDS)
 
 
 def kind_of(device: str) -> str:
-    """Return the kind of `device`, which is a kind ("sm_90") or a key of `BOARDS` ("h200")."""
+    """Return the kind of `device`. `device` is a key of `BOARDS` ("h200") or already a kind ("sm_90")."""
     return BOARDS[device].kind if device in BOARDS else device
 
 

@@ -22,5 +22,5 @@ def said_seconds(seconds: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Format a number with three digits, or with all digits before the point."""
+    """Format a number with three digits in total; a number >= 1000 keeps all its integer digits."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""Check a command line before torch is imported, since the import takes seconds: config file, settings and number of ranks.
+"""Check config file, settings and number of ranks of a command line before torch is imported: the import takes seconds.
 
 Recipes and layer patterns are checked later by `run_config`, because these checks import `dlp`.
 """
@@ -63,8 +63,8 @@ def check(arguments: Sequence[str]) -> tuple[argparse.Namespace, rules.Settings]
 
 
 def _check_ranks(options: argparse.Namespace, settings: rules.Settings, arguments: Sequence[str]) -> None:
-    """Raise ConfigError if mesh or global batch do not fit the number of ranks: `--world` with `--plan`, the world size under
-    torchrun, else 1."""
+    """Raise ConfigError if mesh or global batch do not fit the number of ranks. The number of ranks is `--world` (default 8)
+    with `--plan`, WORLD_SIZE under torchrun, and otherwise 1."""
     if options.plan:
         rules.validate_world(settings, int(options.world or 8))
     elif "RANK" in os.environ:

@@ -17,7 +17,8 @@ from launch.models.settings import Model, PretrainedModel
 from launch.settings.schema import ConfigError, Section, brief, read
 
 NAMES = (*SECTIONS, "groups")
-# Microbatches of a step over all ranks in invariant mode with micro_batch = -1, if the global batch is divisible by this number
+# Microbatches of a step, over all ranks, in invariant mode with micro_batch = -1. If the global batch is not divisible by this
+# number, the largest power of two that divides the global batch is used instead.
 PIECES = 8
 S = TypeVar("S", bound="Settings")
 
@@ -127,7 +128,7 @@ def _agreements(config: Settings) -> Iterator[tuple[bool, str]]:
 
 
 def _of_family(config: Settings, model: Model) -> Iterator[tuple[bool, str]]:
-    """Yield (whether the rule holds, message) for each rule about the sizes in `[model]`."""
+    """Yield (whether the rule holds, message) for each rule about a model family, `[model]` without folder."""
     mesh, train = config.mesh, config.train
     yield (
         model.heads % model.kv_heads == 0,

@@ -11,7 +11,7 @@ from typing import Any
 from launch.models.settings import Model
 from launch.settings.schema import Rule, Section, choice, flag, integer, number, numbers, setting, text, texts
 
-AXES, CP = ("dp_replicate", "dp_shard", "tp"), "cp"  # equal to the names in `dlp.comm.mesh`, which imports torch
+AXES, CP = ("dp_replicate", "dp_shard", "tp"), "cp"  # as in `dlp.comm.mesh`, whose import would import torch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,8 +88,8 @@ def _count(shards: Sequence[Shard], size: int, numbers: Any) -> Counts:
 
 
 def _pieces(shards: Sequence[Shard]) -> Iterator[Tokens]:
-    """Yield pieces of `PIECE` + 1 tokens, at most `MOST` tokens in total. Consecutive pieces of a shard overlap in one token,
-    so that no pair is missed."""
+    """Yield pieces of at most `PIECE` + 1 tokens. If there are more than `MOST` tokens, yield evenly spaced pieces with about
+    `MOST` tokens in total. Adjacent pieces of a shard overlap in one token, so that no pair is missed."""
     places = [(shard, first) for shard in shards for first in range(0, len(shard.tokens) - 1, PIECE)]
     for shard, first in places[:: max(1, -(-len(places) * PIECE // MOST))]:
         yield shard.tokens[first : first + PIECE + 1]

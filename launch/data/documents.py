@@ -23,7 +23,7 @@ from launch.common.optional_packages import MissingPackage, need
 Row = tuple[Any, int]  # value of the column, and approximate bytes of the row in the file
 HEAD = 4096  # bytes of a .json file that are read to detect the format
 MOST_LINE = 1 << 26  # maximum bytes of the first line of a .json file that are read to detect JSON lines
-CHUNK = 1 << 20  # characters of a JSON array that are read at once
+CHUNK = 1 << 20  # characters that are read at once from a JSON array; more within a long element
 MOST_ELEMENT = 1 << 28  # maximum characters of one element of a JSON array
 BLANK = re.compile(r"\s*")
 SAVED, SPLITS = "state.json", "dataset_dict.json"  # files that mark a saved Hugging Face Dataset, and a DatasetDict
@@ -109,7 +109,7 @@ def is_text(path: Path) -> bool:
 
 
 def has_rows(path: Path, column: str = "text") -> bool:
-    """Return whether each row of a file is a document, by the suffix of the file; for .json by its content."""
+    """Return whether each row of a file is a document, decided by the suffix of the file; for .json by its content."""
     return _reader(path, column) is not None
 
 
@@ -175,7 +175,7 @@ def _encoded(text: str, path: Path, number: int) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise RowError(
-            f"{path}, row {number}: not valid text, half a character at {error.start}; leave the row out"
+            f"{path}, row {number}: not valid Unicode, an unpaired surrogate at character {error.start}; leave the row out"
         ) from None
 
 
@@ -208,7 +208,7 @@ def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
     """Yield (element, number of characters) for each element of the JSON array in a file. Raises ValueError if the file is not
     an array."""
     decoder, text, size = json.JSONDecoder(), file.read(CHUNK), CHUNK
-    # at: position after "["; before: separator that must precede the next element
+    # at: position after "[" or the previous element; before: separator that must precede the next element
     at, before = _behind_blanks(text, 0) + 1, ""
     while True:
         at = _behind_blanks(text, at)
@@ -223,14 +223,14 @@ def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
         except ValueError as error:
             problem = str(error)
         else:
-            if end < len(text):  # otherwise the element may continue in the next block, if it is a number
+            if end < len(text):  # otherwise the element may be a number with more digits after `text`
                 yield row, end - at
                 at, before, size = end, ",", CHUNK
                 continue
         more = file.read(size) if len(text) - at < MOST_ELEMENT else ""
         if not more:
             raise ValueError(problem)
-        # the size of the block doubles each time, so that a long element is parsed only a few times
+        # `size` doubles with each read, so that a long element is parsed only a few times
         text, at, size = text[at:] + more, 0, 2 * size
     if (text[at + 1 :] + file.read(CHUNK)).strip():
         raise ValueError("expected the end of the file behind the array")
@@ -238,7 +238,7 @@ def _elements(file: TextIO) -> Iterator[tuple[Any, int]]:
 
 def _behind_blanks(text: str, at: int) -> int:
     found = BLANK.match(text, at)
-    assert found is not None  # \s* also matches without a blank
+    assert found is not None  # \s* also matches the empty string
     return found.end()
 
 

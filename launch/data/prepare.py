@@ -24,7 +24,7 @@ from launch.data.shard import Shard, Tokens, open_shard, write_shard
 from launch.data.shard_index import write_index
 from launch.data.tokenizer import BYTES, KnownTokens, Text, Tokenizer
 
-SHARD_TOKENS = 1 << 27  # tokens of a shard, which is built in memory: 256 MB with 2 bytes per token, 512 MB with 4
+SHARD_TOKENS = 1 << 27  # tokens of a shard, which is built in memory: 256 MiB with 2 bytes per token, 512 MiB with 4
 SPLITS = ("train", "validation")
 LOCK = ".lock"  # lock file of a running preparation, in its temporary folder
 BATCH = 256  # maximum number of documents that are encoded at once
@@ -176,13 +176,13 @@ def prepare(
 ) -> bool:  # fmt: skip
     """Create a folder of shards from files; the folder gets its name when it is complete.
 
-    If there are only text files and each is larger than the validation share, the largest file is cut at the end of a line, and
-    its end becomes the validation split.
+    If there are only text files and each is larger than the validation share, the largest file is cut, at the end of
+    a line if possible, and its second part becomes the validation split.
 
     Args:
         files: Files by name.
         folder: The folder to create.
-        validation: Share of the documents for validation.
+        validation: Share for validation, of the bytes of text files and of the rows.
         tokenizer: Tokenizer of the text.
         column: Column of rows that holds the text.
         progress: Show a progress bar.
@@ -197,7 +197,7 @@ def prepare(
     work.mkdir(parents=True)
     try:
         with (work / LOCK).open("wb") as lock:
-            with contextlib.suppress(OSError):  # the file system has no locks
+            with contextlib.suppress(OSError):  # raised by file systems without locks
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(work, files, validation, tokenizer, column, progress)
             (work / LOCK).unlink()

@@ -52,7 +52,7 @@ def permute(places: Indices, count: int, key: Sequence[int]) -> Indices:
     """Apply a pseudo-random permutation of range(count), selected by `key`, to `places` (uint64, each < count).
 
     A Feistel network permutes range(4^n) for the smallest 4^n >= count. A result outside of range(count) is permuted again
-    until it is inside, which takes fewer than four times on average; the result is a permutation of range(count).
+    until it is inside, after fewer than four permutations on average; the result is a permutation of range(count).
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     low = np.uint64((1 << int(half)) - 1)

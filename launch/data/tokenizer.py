@@ -20,7 +20,7 @@ import numpy as np
 from launch.common.optional_packages import need
 from launch.data.shard import Tokens
 
-SEPARATOR = 256  # separator of bytes, after the 256 byte values
+SEPARATOR = 256  # separator token of the byte tokenizer; tokens 0 to 255 are the byte values
 MOST_UNKNOWN = 0.01  # maximum share of unknown tokens in the prepared text
 
 Text = tuple[str, bytes]  # name of a document in messages, and its text in UTF-8
@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def open_tokenizer(name: str, separator: str | None = None) -> Tokenizer:
     """Open the tokenizer "bytes" or a tokenizer.json. `separator`: token that ends a document; None: see the module docstring.
-    Raises ValueError if the file is not a tokenizer, or if there is no separator."""
+    Raises ValueError if the file is not a tokenizer, if no separator is known, or if a separator is given for bytes."""
     if name == BYTES.name:
         if separator is not None:
             raise ValueError("--separator: bytes are separated by 256; leave it out")

@@ -1,5 +1,5 @@
-"""Memory and time of a model, extrapolated from plans with a few of its blocks: both are linear in the number of equal
-blocks."""
+"""Memory and time of a model, extrapolated from plans of the same model with fewer blocks: both are linear in the number of
+equal blocks."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class _Estimate:
     # Static memory
 
     def _operands(self) -> float:
-        """Return the bytes of the weights that the step boundary casts: copies in the dtype of activations, and the casts."""
+        """Return the bytes of weight casts at the step boundary: copies in the dtype of activations, and quantized operands."""
         total = 0.0
         for row, parameter in self.linears.values():
             total += self._shard_casts(row, parameter) if self._cut(parameter) else self._whole_casts(row, parameter)
@@ -202,9 +202,9 @@ class _Estimate:
     def _symmetric(self) -> float:
         """Return an upper bound of the bytes of mapped memory for transfers over tp (`dlp.comm.mapped`).
 
-        Buffers exist for each style and size of a transfer: one per transfer of a pass (at most two). For each strategy with
-        several pieces there is a buffer of the smallest size per further piece, and one buffer serves amax agreements. Sizes
-        are rounded up to the granularity of mapped memory."""
+        There are two buffers for each style and transfer size, because a pass has at most two transfers. A strategy with n
+        pieces per rank adds n - 1 buffers of the smallest size. One further buffer serves amax agreements. Sizes are rounded
+        up to the granularity of mapped memory."""
         ranks = self.load.ranks(TP)
         if ranks == 1 or transport_name(self.config.mesh.transport, self.load.dims, self.plan.device_type) != MAPPED:
             return 0.0
@@ -219,8 +219,8 @@ class _Estimate:
         return float(2 * sum(mapped_bytes(size) for _, size in sizes) + others)
 
     def _sent_widths(self, recipe: Recipe) -> set[float]:
-        """Return the possible numbers of bytes per element of a transfer over tp: the dtypes of activations and results, and 8
-        and 4 bits if transfers may be quantized."""
+        """Return the possible numbers of bytes per element of a transfer over tp: sizes of the dtypes of activations and
+        results, and, if transfers may be quantized, a half and a quarter of the size of activations (8 and 4 bits for bf16)."""
         summed = recipe.fprop, recipe.dgrad
         widths = {float(self.wide), *(float(each.out_dtype.itemsize) for each in summed if each.out_dtype)}
         if not recipe.x.keeps_source or any(each.wire != "hp" for each in summed):
@@ -230,8 +230,8 @@ class _Estimate:
     # Temporary memory
 
     def _activations(self) -> dict[str, float]:
-        """Return the bytes of saved activations by block; the key `REST` is for modules outside of blocks. Blocks with equal
-        rows in the plan are computed once."""
+        """Return the bytes of saved activations by block; the key `REST` is for modules outside of blocks. If
+        `equal_blocks` of the architecture is set, blocks with equal rows in the plan are computed once."""
         train, dtype = self.config.train, self.load.weight_dtype if self.fsdp else torch.float32
         architecture = self.config.architecture
         kind = kinds_of_blocks(self.plan, self.blocks) if architecture.equal_blocks else {b: b for b in self.blocks}
@@ -271,8 +271,9 @@ class _Estimate:
         return {"last block": rest, "first block": shards, "update": shards}
 
     def _gathered(self) -> dict[str, float]:
-        """Return the bytes of weights gathered by FSDP, by moment. The root unit stays gathered from forward to backward; of
-        the blocks one is in use and the next is prefetched, unless reshard_after_forward is false."""
+        """Return the bytes of weights gathered by FSDP, by moment. The root unit stays gathered from forward to backward. At
+        most two blocks are gathered, the block in use and the next, which is prefetched. With reshard_after_forward = false,
+        all blocks stay gathered until backward."""
         if not self.fsdp:
             return dict.fromkeys(MOMENTS, 0.0)
         root = self._sum(self._travels, "")
@@ -285,7 +286,7 @@ class _Estimate:
     def _travels(self, parameter: ParameterPlan) -> float:
         found = self.linears.get(parameter.name)
         layouts = found and travels_as(*found, self.load)
-        if not layouts or self.ranks == 1:  # one shard is not quantized for the gather
+        if not layouts or self.ranks == 1:  # weights on one shard are not quantized for a gather
             return prod(parameter.shape) * self.load.weight_dtype.itemsize
         layout = layouts[1]
         shape = (parameter.shape[0], parameter.shape[1])
@@ -293,7 +294,7 @@ class _Estimate:
 
     def _work(self) -> dict[str, float]:
         """Return the bytes of working memory by moment: logits and their gradient, activations of a recomputed block, temporary
-        tensors of its backward, gradients that FSDP is reducing, the gradient of the embedding."""
+        tensors in the backward of a block, gradients that FSDP is reducing, and the gradient of the embedding."""
         unit = max(self._sum(lambda p: prod(p.shape), block) for block in self.blocks)
         head = max((prod(p.shape) for p in self.units[""]), default=0)
         made = self.load.weight_dtype.itemsize if self.fsdp else 4
@@ -309,8 +310,8 @@ class _Estimate:
         }
 
     def _validation(self) -> float:
-        """Return the bytes of an eager validation, which cannot use the memory that a CUDA graph has reserved: logits, and the
-        widest activations of a block. 0 without a graph."""
+        """Return the bytes of an eager validation, which cannot use the memory that a CUDA graph has reserved: logits, and two
+        tensors of the widest activation of a block. Return 0 if steps are not replayed as a CUDA graph."""
         if not replays_steps(self.config, self.plan.device_type):
             return 0.0
         return self.found.logits + self._block_work() / 2

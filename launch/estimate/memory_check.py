@@ -94,8 +94,8 @@ def exceeded(config: Config, world: int, device: str, found: Planned) -> str:
 
 
 def remedies(config: Config, world: int, device: str, plan: Plan) -> list[tuple[float, str]]:
-    """Return the settings that save most memory, as (saved bytes of the peak, options of the command line); each is applied
-    alone."""
+    """Return up to `HELP_MOST` changes of settings that save most memory, as (saved bytes of the peak, options of the command
+    line). Each change is tried alone."""
     before, found = _peak(config, world, device, plan), dict[str, tuple[float, str]]()
     for section, changes in _candidates(config):
         try:

@@ -46,8 +46,9 @@ class Rates:
     host_spread     time of the slowest measured host, as a multiple of `host` and `host_collective`
     nccl            bytes per second that a rank sends in an NCCL collective within a host, without concurrent computation
     nccl_slowdown   relative loss of speed of computation while NCCL kernels run
-    link, meeting   bytes per second, and seconds per transfer, over tp by mapped memory
-    attention       speeds of attention
+    link            bytes per second that a rank sends over tp by mapped memory
+    meeting         latency of a transfer over tp by mapped memory, in seconds
+    attention       speeds of attention, for each measured sequence length and head_dim
     gemms           (recipe, GEMM, (M, N, K) on a rank, FLOP/s) of each measured GEMM
     about           device, date, torch version and command of the measurement
     """

@@ -53,7 +53,7 @@ class _Count:
         self._alive: list[Any] = []
 
     def opaque(self, *tensors: Tensor) -> None:
-        """Mark tensors that are saved with torch.compile as well, if autograd saves them: inputs and results of stand-ins."""
+        """Mark inputs and results of a stand-in: if autograd saves them, they count as saved with torch.compile as well."""
         self._opaque.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def point(self, *tensors: Tensor) -> None:
@@ -92,8 +92,8 @@ class _Keep(torch.autograd.Function):
 
 
 class _Linear(nn.Module):
-    """Stand-in for a converted linear. `shared`: dict of the linears that are siblings, with their common x and the tensors
-    that are saved for it once."""
+    """Stand-in for a converted linear. `shared`: dict that the linears of a set of siblings share; it holds their common x and
+    the tensors that are saved for x, which count once."""
 
     def __init__(self, row: LayerPlan, tp: int, count: _Count, shared: dict[str, Any]) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _Linear(nn.Module):
 
 
 class _Embedding(nn.Module):
-    """Stand-in for an embedding, sharded over tp or not. Embeddings of positions may have further arguments."""
+    """Stand-in for an embedding, sharded over tp or not. Further arguments, as of embeddings of positions, are ignored."""
 
     def __init__(self, row: OtherPlan, hidden: int, dtype: torch.dtype, tp: int, count: _Count) -> None:
         super().__init__()

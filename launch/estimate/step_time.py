@@ -47,7 +47,8 @@ class Forecast:
     mfu                 model FLOP/s of a rank divided by the dense bf16 peak of the board
     shares              seconds per step by kind of device time; the sum is `seconds`
     transfers           seconds per step in which a link is busy, by link
-    host                seconds per step that the host needs to launch all kernels; 0 if steps are replayed as a CUDA graph
+    host                seconds per step that the host needs to launch forward and backward of all microbatches; 0 if steps are
+                        replayed as a CUDA graph
     slowest             seconds per step with the slowest measured host
     microbatch          schedule of the last microbatch of the step
     board               kind of GPU

@@ -5,7 +5,8 @@ Seconds are computed from bytes, FLOPs and the measured speeds of a board (`Rate
     GEMM                    2 M N K / FLOP/s of the recipe at the nearest measured sizes
     attention               FLOPs / FLOP/s; causal forward: 2 B S^2 heads head_dim FLOPs, backward: 2.5 times as many
     pointwise, cast, sum    bytes read and written / memory bandwidth
-    transfer                bytes that the rank sends (`dlp.parallel.traffic.predict`) / speed of the link
+    transfer                bytes that the rank sends (`dlp.parallel.traffic.predict`) / speed of the link; over tp and cp, a
+                            latency in addition
     every kernel            in addition, the gap between two kernels
 
 Not predicted: savings by document masks (attention counts complete sequences), the GEMMs of Muon, the data loader, validation
@@ -87,8 +88,8 @@ class StepWork:
     # Programs
 
     def microbatch(self, last: bool) -> Program:
-        """Return the program of forward and backward of one microbatch. `last`: this is the last microbatch of the step, in
-        which FSDP reduces accumulated gradients."""
+        """Return the program of forward and backward of one microbatch. `last`: whether this is the last microbatch of the
+        step, in which FSDP reduces accumulated gradients."""
         self.program = Program()
         reduces = last or self.load.reductions > 1
         root = self._gather("", backward=False)
@@ -183,8 +184,8 @@ class StepWork:
         return [found[name] for name in order if name in found]
 
     def _norm(self, name: str, *, forward: bool) -> None:
-        """Append one kernel for a norm and the addition of the residual. Forward reads and writes two tensors each; backward
-        moves one more."""
+        """Append one kernel for a norm and the addition of the residual. Forward reads two tensors and writes two; backward
+        reads and writes five tensors in total."""
         moved = (4 if forward else 5) * WIDE * self.own_tokens * self.model.hidden
         self._pointwise(name, moved)
 

@@ -78,8 +78,8 @@ def command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> t
 def open_trained(path: Path, changes: Changes) -> Trained:
     """Load a checkpoint on all ranks of this run, with its saved config and the overrides `changes`.
 
-    The mesh is the saved mesh; with one rank it is a mesh of one rank. Raises ValueError for an invalid checkpoint, or for
-    settings that do not fit the number of ranks."""
+    The mesh is the mesh of the saved config, or a mesh of one rank if this run has one rank; `changes` may override both.
+    Raises ValueError for an invalid checkpoint, or for settings that do not fit the number of ranks."""
     found = read_manifest(path, other_weights)
     alone = [(f"mesh.{axis}", "1") for axis in AXES_WITH_CP] if world_size() == 1 else []
     settled = [("train.compile", "false"), ("train.checkpointing", "none"), ("train.cuda_graph", "false")]
@@ -108,7 +108,7 @@ def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
 
 
 def quantized(trained: Trained, recipe: str | None, mode: str, calibrate: Callable[[], object]) -> Trained:
-    """Freeze the linears in blocks (`dlp.freeze`) if `recipe` is not None, and append a remark about their size.
+    """Freeze the linears in blocks (`dlp.freeze`) if `recipe` is not None, append a remark on their size, and return `trained`.
 
     `calibrate` runs the model on data, from which static scales are computed; used only if mode is "static". Raises ValueError
     if the recipe does not support the mode, or if FSDP shards the weights."""

@@ -42,7 +42,7 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def head_dim(self) -> int | None:
-        """Size of an attention head; None if the model chooses the attention backend."""
+        """Size of an attention head, from which the launcher chooses the attention backend; None if the model chooses it."""
 
     @property
     @abstractmethod
@@ -55,7 +55,8 @@ class Architecture(ABC):
         """Settings that define the parameters, by name; a checkpoint with other values does not load."""
 
     def rules(self, config: Any) -> Iterator[tuple[bool, str]]:
-        """Yield (whether the rule holds, message) for each rule that cannot be checked without torch; others: rules.py."""
+        """Yield (whether the rule holds, message) for each rule that cannot be checked without torch. The other rules are in
+        rules.py."""
         yield from ()
 
     @abstractmethod
@@ -83,7 +84,8 @@ class Architecture(ABC):
         """Set the attention backend of a converted model, and fuse its blocks if the settings say so."""
 
     def share_sequences(self, model: nn.Module, context: Context) -> None:
-        """Restrict positions and attention to this rank's shard of each sequence. Called before conversion if cp > 1."""
+        """Restrict positions and attention to this rank's shard of each sequence. Called before conversion if cp > 1. This
+        default raises ValueError, for models that do not support cp."""
         raise ValueError(
             f"cp = {context.ranks}: the attention of {type(model).__name__} reads whole sequences: use cp = 1"
         )

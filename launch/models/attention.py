@@ -4,9 +4,9 @@
     positions  0 1 2 3   0 1   0 1 2 3 4 5       restart at each document
     starts     0         4     6            12   first token of each document in the flattened rows; last: number of tokens
 
-Within documents, GPUs use torch's attention for sequences of different lengths, which takes `starts` and computes no masked
-scores; CPUs use a mask. Over complete rows, GPUs use a backend of `scaled_dot_product_attention`
-(`launch.training.attention_backend`). All backends accept grouped heads without copies of k and v.
+Within documents, GPUs use `varlen_attn` of torch, which takes `starts` and computes no masked scores, but needs copies of k and
+v for grouped heads; CPUs use a mask. Over complete rows, GPUs use a backend of `scaled_dot_product_attention`
+(`launch.training.attention_backend`), which accepts grouped heads without copies of k and v.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None, 
 
     q          [B, heads, S, D]
     k, v       [B, kv heads, S or more, D]; if there are more keys than queries, the queries are the last S tokens
-    documents  documents of the tokens; None: complete rows
+    documents  documents of the tokens; None: complete rows. Ignored if there are more keys than queries
     backend    key of ORDERS, for attention over complete rows; None: torch chooses
     returns    [B, heads, S, D]
     """

@@ -28,8 +28,8 @@ def flops_per_token(model: Model, sequence: int) -> float:
 
     Each matmul parameter costs 2 FLOPs in forward and 4 in backward. The embedding is a lookup and does not count; the head
     counts, tied or not. Attention scores and their product with v cost 4 x sequence x heads x head_dim FLOPs per block in
-    forward and twice as many in backward, 12 x in total. As in PaLM (arXiv 2204.02311, appendix B), masked positions are not
-    subtracted, so that MFU is comparable with published numbers.
+    forward and twice as many in backward, together 12 x sequence x heads x head_dim. As in PaLM (arXiv 2204.02311, appendix B),
+    masked positions are not subtracted, so that MFU is comparable with published numbers.
     """
     q_size, kv_size = model.heads * model.head_dim, model.kv_heads * model.head_dim
     block = model.hidden * (2 * q_size + 2 * kv_size + 3 * model.ffn)

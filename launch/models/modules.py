@@ -4,7 +4,7 @@ v and norms of q and k in families that have them (families.py).
 Parameter names are the same as in Hugging Face's Llama. The modules contain no code for tp: attention views heads as
 `view(B, S, -1, head_dim)`, so each tp rank computes the heads of its weight shards. Hidden states are [B, S, H] or, with
 sequence parallelism, the token shard [B*S/tp, H]. `parallel.py` defines the layer groups that shard the model over tp, and
-fuses blocks into sequences of `dlp.ops` for `[model] fused`.
+fuses blocks into `dlp.ops.Sequential` for `[model] fused`.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32 and returned in the dtype of x (Zhang and Sennrich,
-    2019)."""
+    """RMSNorm over the last dimension, x / rms(x) * weight, computed in fp32 and returned in the dtype of x (Zhang and
+    Sennrich, 2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ def parallel_groups(config: Model, sequence_parallel: bool) -> list[LayerGroup]:
 
 
 def fuse(model: Llama) -> None:
-    """Fuse converted blocks into sequences of ops, if `[model] fused` is set."""
+    """Fuse converted blocks into `dlp.ops.Sequential`, if `[model] fused` is set."""
     for block in model.model.layers if model.config.fused else ():
         block.fuse()  # type: ignore[operator]
 

@@ -59,10 +59,10 @@ def _opened(folder: str) -> Any:
 
 @functools.cache
 def _sizes_of(folder: str, content: str) -> tuple[tuple[str, ...], int, int]:
-    """Return the names of the blocks, the number of matmul parameters per token (of experts only the chosen ones), and number
-    of blocks x query heads x head_dim.
+    """Return (names of the blocks, number of matmul parameters that a token uses, number of blocks * query heads * head_dim).
+    Of the experts, only the share to which a token is routed counts.
 
-    content: text of config.json, so that the cached result is not used after a change of the file.
+    content: settings of config.json as text; part of the cache key, so that a changed file is read again.
     """
     model: Any = meta_model(folder)
     config = _text(_opened(folder))

@@ -26,7 +26,7 @@ from dlp.comm.watch import READING, frame_of_main, within
 
 SLOW = 6.0  # factor by which the allowed time is longer at slow places
 OF_A_STEP = 3.0  # allowed time without progress, as a multiple of the duration of the previous step
-LATE = 5.0  # seconds between two calls of `look` from which on a jump of the clock is assumed
+LATE = 5.0  # if more seconds lie between two calls of `look`, the clock is assumed to have jumped
 # Entry of a rank in the store: time of the last progress, time of the entry, allowed seconds, place, waits for peers.
 Told = tuple[float, float, float, str, str]
 

@@ -14,7 +14,7 @@ from dlp.comm.mesh import AXES_WITH_CP, CP, DP_REPLICATE, FLATTENED, MAPPED, NCC
 from launch.common.units import said_bytes, said_seconds
 
 HOST = 8  # number of GPUs in a host, connected by NVLink
-OWN = {"layer": "launch", "purpose": "other"}  # labels in the ledger of transfers that the launcher itself starts
+OWN = {"layer": "launch", "purpose": "other"}  # ledger labels of the transfers that the launcher starts
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ def describe_transports(asked: str, dims: ParallelDims, device: str) -> list[str
 
 
 def slow_tp(dims: ParallelDims, device: str, nbytes: float, host: int = HOST) -> list[str]:
-    """Return a warning if tp spans several hosts, else an empty list. `nbytes`: bytes that a rank sends over tp per step."""
+    """Return a warning if tp spans several hosts of GPUs, else an empty list. `nbytes`: bytes that a rank sends over tp in a
+    step."""
     if device == "cpu" or not leaves_host(TP, dims, host):
         return []
     fast, least = NVLINK.get(device), gcd(dims.tp, host)

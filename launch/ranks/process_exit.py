@@ -83,8 +83,8 @@ class StopFlag:
 def refuse(sentence: str, code: int = 1) -> NoReturn:
     """Print `sentence`, the reason why the run cannot continue, and exit with `code`.
 
-    Rank 0 prints at once, and torchrun then ends the other ranks. Another rank that calls this prints after `RANK_0_FIRST`
-    seconds, if it still runs. The failure report of torchrun contains the sentence, too (`tell_torchrun`).
+    Rank 0 prints at once, and torchrun then ends the other ranks. A rank other than 0 that calls `refuse` prints after
+    `RANK_0_FIRST` seconds, if it still runs. The failure report of torchrun contains the sentence, too (`tell_torchrun`).
     """
     rank = int(os.environ.get("RANK", 0))
     if rank:
@@ -111,7 +111,7 @@ def is_refusal(report: Mapping[str, Any]) -> bool:
 
 def end_hung(told: list[str], after: float, stop: StopFlag) -> NoReturn:
     """End a hanging run, called in the watch thread of `HangWatch`. Rank 0 prints the lines `told`, one per rank; the other
-    ranks print after `RANK_0_FIRST` seconds if they still run."""
+    ranks print after `RANK_0_FIRST` seconds if they still run and have not received SIGTERM."""
     rank = int(os.environ.get("RANK", 0))
     deadline = time.monotonic() + RANK_0_FIRST
     while rank and time.monotonic() < deadline:

@@ -25,8 +25,8 @@ NUMBERS = {  # name of a statistic in metrics.jsonl -> (label, scale) of its axi
 
 
 def write_stats(records: Sequence[dict[str, Any]], title: str, out: Path) -> None:
-    """Draw the cast statistics in the records of a metrics file into the PNG file `out`. Raises ValueError if there are
-    none."""
+    """Draw the cast statistics in the records of a metrics file into the PNG file `out`. Raises ValueError if the
+    records have no cast statistics."""
     measured = [record for record in records if "stats" in record]
     names = list(dict.fromkeys(name for record in measured for name in record["stats"]))
     if not names:

@@ -43,7 +43,8 @@ def scalars(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 class CsvSink:
-    """Sink that writes metrics.csv: one row for each record with a value for one of `COLUMNS`; missing values are empty."""
+    """Sink that writes metrics.csv, with one row for each record that has a value for a column other than step. Missing values
+    are empty."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._file = (folder / "metrics.csv").open("w", newline="", encoding="utf-8", buffering=1)

@@ -74,7 +74,7 @@ def append(path: Path, text: str) -> None:
 
 
 def drop_after(path: Path, step: int) -> None:
-    """Remove the records of steps after `step`, from which a run resumes, so that no step occurs twice."""
+    """Remove the records of steps after `step`. A run that resumes from `step` writes records of these steps again."""
     kept = [record for record in read_metrics(path) if record["step"] <= step] if path.exists() else []
     rewrite(path, "".join(json.dumps(record) + "\n" for record in kept))
 

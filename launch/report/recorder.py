@@ -52,8 +52,8 @@ class Stopwatch:
 
 
 class Recorder:
-    """Recorder of the metrics on rank 0; on other ranks all methods do nothing. Raises ValueError if a sink is not
-    installed."""
+    """Recorder of the metrics on rank 0; on other ranks the methods record nothing. Raises ValueError if the package of a sink
+    is not installed."""
 
     def __init__(self, config: Config, run: RunDir, device: torch.device, world_size: int) -> None:
         self._config, self._run, self._device = config, run, device
@@ -130,7 +130,7 @@ class Recorder:
             self._plot()
 
     def baseline(self, step: int, found: Baseline) -> None:
-        """Record the loss of the counting model, unless the run already has recorded it."""
+        """Record the loss of the baseline (`launch.data.counting_baseline`), unless metrics.jsonl already has this record."""
         if self._run.leader and not any("baseline" in record for record in read_metrics(self._path)):
             self._write(step=step, baseline=found._asdict())
 
@@ -156,7 +156,7 @@ class Recorder:
 
     @property
     def tokens_per_second(self) -> float:
-        """Median over all recorded steps of the run, including steps before it was resumed. Only on rank 0."""
+        """Median tokens per second over all recorded steps of the run, including those before a resume. Only on rank 0."""
         rates = [record["tokens_per_second"] for record in read_metrics(self._path) if "tokens_per_second" in record]
         return statistics.median(rates) if rates else 0.0
 

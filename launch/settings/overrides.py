@@ -2,8 +2,9 @@
 
 An override is written into the TOML tables before the sections are constructed, so all later checks see the final settings. A
 value is read as TOML (`0.1`, `true`, `["layers.**"]`); if the setting does not accept the TOML value, the text itself is used,
-so that `--recipe bf16` and `--run.dir 2024` need no quotes. argparse parses only the other options (`make_parser`). It cannot
-parse overrides: its options are fixed before the file is read, and it would treat the value of an unknown option as CONFIG.
+so that `--recipe bf16` and `--run.dir 2024` need no quotes. argparse parses only the other options (`make_parser`). argparse
+cannot parse overrides, because the options of a parser are fixed before the config file is read, and because argparse would
+treat the value of an unknown option as CONFIG.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from typing import Any
 
 from launch.settings.schema import ConfigError, Section, brief, check, help_lines, nearest, rule_of
 
-Schema = Mapping[str, type[Section]]  # section name -> dataclass; "groups" is a list of sections
+Schema = Mapping[str, type[Section]]  # section name -> dataclass; "groups" -> dataclass of one entry of the list
 ALIASES = {"recipe": "groups.default.recipe", "model": "model.folder"}
 ANY_GROUP = {"groups": [{"name": "NAME"}]}
 

@@ -44,8 +44,8 @@ def brief(text: str) -> str:
 class Rule:
     """Allowed values of a setting.
 
-    words   description of the values for messages and documentation, continues "expected ..."
-    kinds   accepted types; subclasses are rejected (True is not an int)
+    words   description of the values for messages ("expected WORDS") and documentation
+    kinds   accepted types; values of a subclass are rejected, for example True for kind int
     holds   test of a value of these types
     store   conversion of an accepted value to the stored value
     """

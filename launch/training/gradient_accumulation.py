@@ -3,8 +3,8 @@
     step          once per step: each rank keeps unsharded fp32 gradients until the last microbatch
     microbatch    after the backward of each microbatch: each rank keeps sharded gradients
 
-"auto" chooses `step` if unsharded gradients, weights and optimizer states fit into half of the memory of a rank; the other half
-is for activations, casts and gathered weights.
+"auto" chooses `step` if unsharded gradients and the shards of weights, gradients and optimizer states fit into half of the
+memory of a rank; the other half is for activations, casts and gathered weights.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from launch.ranks.links import OWN
 class GradientNorm:
     """Function object that returns the 2-norm of the gradients of all parameters as one vector.
 
-    Each gradient element counts once, also if several ranks have copies. All parameters must have gradients. `invariant`: the
-    norm is bitwise equal on every mesh, by sums of integers.
+    Each gradient element counts once, also if several ranks have copies. All parameters that require gradients must have
+    gradients. `invariant`: compute the norm by sums of integers, so that it is bitwise equal on every mesh.
     """
 
     def __init__(self, parameters: Iterable[Tensor], invariant: bool = False) -> None:

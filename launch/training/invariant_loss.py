@@ -19,7 +19,7 @@ def sum_of_pieces(losses: Sequence[Tensor], dims: ParallelDims) -> Tensor:
     of the mesh, 0 on all other ranks, so that the sum over ranks does not round.
 
     losses: losses of the microbatches of this rank. The losses of all data-parallel ranks are added pairwise as a binary tree,
-    in the order of the global batch: microbatch g of data-parallel rank d is number g x dp_size + d.
+    in the order of the global batch: microbatch g of data-parallel rank d is number g * dp_size + d.
     """
     own = torch.stack(list(losses))
     every = own.new_empty(dist.get_world_size(), len(own))

@@ -22,8 +22,8 @@ SHAPES: dict[str, Callable[[float, float], float]] = {
 
 
 def learning_rate(step: int, train: Train) -> float:
-    """Return the learning rate of step `step`, counted from 0: a linear warm-up to `lr`, then a decay by `schedule` to `min_lr`
-    times `lr` at the last step."""
+    """Return the learning rate of step `step`, counted from 0: a linear warm-up to `lr`, then the curve of `schedule`, which
+    ends at `min_lr` times `lr` in the last step; schedule "constant" stays at `lr`."""
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
     behind = max(1, train.steps - 1 - train.warmup)
@@ -33,8 +33,8 @@ def learning_rate(step: int, train: Train) -> float:
 
 
 def rate_remarks(done: int, before: str, now: Train) -> Iterator[str]:
-    """Yield a warning if the next step after `done` steps has another learning rate than by `before`, the config (TOML) of the
-    saved run."""
+    """Yield a warning if the next step after `done` steps has a learning rate that differs from the one that follows from
+    `before`, the config (TOML) of the saved run."""
     saved = tomllib.loads(before)["train"]
     old = replace(now, **{key: saved[key] for key in CURVE if key in saved})
     last, would, will = learning_rate(max(done - 1, 0), old), learning_rate(done, old), learning_rate(done, now)

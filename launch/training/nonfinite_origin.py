@@ -127,7 +127,7 @@ def origin(
     names   names of the casts that have flags
     flags   flags of this rank in the step, in the order of `names`
     repeat  function that runs forward and backward of the microbatches again
-    steps   number of completed steps, after which the weights are repeated
+    steps   number of completed steps, for the sentence; `repeat` runs with the weights after these steps
     """
     cast = _least(first_bad(names, flags, dist.get_rank()))
     passes = first_layers(model, repeat)

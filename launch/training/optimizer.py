@@ -22,7 +22,7 @@ from launch.config.sections import Train
 from launch.settings.schema import ConfigError
 
 Groups = list[dict[str, Any]]
-FP32 = 8.0  # bytes of optimizer state per element with two fp32 averages
+FP32 = 8.0  # bytes of optimizer state per element, if exp_avg and exp_avg_sq are fp32
 
 
 Rate = float | torch.Tensor  # learning rate; a tensor on the device if a CUDA graph reads it
@@ -97,8 +97,8 @@ def make_optimizer(model: nn.Module, config: Config, device: torch.device, *, ca
 
 
 def describe(config: Config, plan: Plan, dp_shard: int) -> Iterator[str]:
-    """Yield lines of the plan about a low-bit optimizer: number and bytes of encoded averages on a rank, and parameters whose
-    averages stay in fp32, with the reason. Yields nothing for other optimizers."""
+    """Yield lines of the plan about a low-bit optimizer: number and bytes of encoded averages (exp_avg, exp_avg_sq) on a rank,
+    and parameters whose averages stay in fp32, with the reason. Yields nothing for other optimizers."""
     encoding = ENCODINGS.get(config.train.optimizer)
     if encoding is None:
         return

@@ -3,9 +3,9 @@
     [train] sentinel = N     in every N-th step the first microbatch runs forward and backward once more, before the step
 
 With equal weights, tokens and random state both runs are bitwise equal, unless a GPU, its memory or a transfer failed. The
-sentinel compares the loss, the output y of each module and the gradient of each parameter, by checksums of their bits
-(`dlp.kernels.ops.checksums`) that any flipped bit changes. A difference ends the run on all ranks before the update, with a
-message that names rank, layer, pass, device and step; or it skips the update (`[train] sentinel_action`).
+sentinel compares the loss, the output y of each module without submodules and the gradient of each parameter, by checksums of
+their bits (`dlp.kernels.ops.checksums`) that any flipped bit changes. A difference ends the run on all ranks before the update,
+with a message that names rank, layer, pass, device and step; or it skips the update (`[train] sentinel_action`).
 
 Weights and optimizer states must have equal bits before the first run and after the second; a difference of these always ends
 the run. During the additional run, ranks also compare checksums of the data that they send each other (`dlp.comm.wire_checks`),
@@ -36,7 +36,8 @@ from dlp.parallel.model.session import session_of, without_effects
 from dlp.parallel.weight.local import local_values
 from launch.ranks.links import OWN
 
-Name = tuple[str, str]  # "memory", "forward ..." or "backward"; and the name of the tensor in messages
+# ("memory", "forward", "forward NUMBER" or "backward"; name of the tensor in messages)
+Name = tuple[str, str]
 Sums = list[tuple[list[Name], Tensor]]  # names of tensors, and one checksum per name, int64 [number of names]
 
 
@@ -94,7 +95,7 @@ class Sentinel:
                 self._copies.setdefault(name, []).append(value.to("cpu", copy=True))
 
     def _memory(self) -> Sums:
-        """Return the checksums of weights and optimizer states on this rank, without states of tensor subclasses."""
+        """Return the checksums of weights and optimizer states on this rank. Local tensors of a subclass are left out."""
         by_device: dict[torch.device, dict[Name, Tensor]] = {}  # step counters of the optimizer may be in host memory
         for name, parameter in self._model.named_parameters():
             states = {} if self._optimizer is None else self._optimizer.state.get(parameter, {})
@@ -109,7 +110,8 @@ class Sentinel:
 
     @contextmanager
     def recording(self) -> Iterator[Sums]:
-        """Return a context in which the checksum of the output y of each module is appended to the yielded list."""
+        """Return a context that yields a list, and appends the checksum of the output y of each module to the list. Modules
+        with submodules and modules inside of compiled blocks are left out."""
         sums: Sums = []
 
         def look(name: str, module: nn.Module, args: Any, y: Any) -> None:
@@ -144,7 +146,7 @@ class Sentinel:
         """Compare the checksums `sums` of the microbatch in the step with those of the additional run; compare the checksums of
         weights and optimizer states as well. Collective; waits for the device.
 
-        Returns "" without a difference, else a sentence about the difference, and the update must be skipped. Raises
+        Returns "" if nothing differs, else a sentence about the difference; then the caller must skip the update. Raises
         SentinelError on all ranks if a difference must end the run.
         """
         sums = self._memory() + sums

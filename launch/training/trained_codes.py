@@ -75,8 +75,9 @@ class CodedLinear:
 def coded_linears(reader: Reader, model: Model) -> dict[str, CodedLinear]:
     """Return the linears of a checkpoint whose recipe quantizes weights, by name.
 
-    Raises ValueError if the recipes of the training differ from the saved config, if there is no such linear, if scales of a
-    weight depended on the tp rank, or if compressed-tensors lacks a format.
+    Raises ValueError if the recipes of the training differ from the saved config, if there is no such linear, if a head
+    with such a recipe is tied to the embedding, if scales of a weight depended on the tp rank, if the checkpoint lacks a
+    delayed scale, or if compressed-tensors lacks a format.
     """
     path, manifest = reader.path, reader.opened.manifest
     config = from_text(manifest["config"], f"the config of {path}")
@@ -117,7 +118,8 @@ def _coded(row: LayerPlan, recipe: Recipe, config: Config, tp: int, reader: Read
             )
         if not quantizer.format.concatenates(cut, row.shape[cut] // tp):
             raise ValueError(
-                f"tp = {tp} cut blocks of {quantizer.format.name}, so that scales depended on the rank; leave --codes out"
+                f"in training, tp = {tp} split blocks of {quantizer.format.name} between ranks, so that scales depended on the "
+                f"rank; leave --codes out"
             )
     scale = None
     if caps_of(quantizer).slot is not None:

@@ -60,7 +60,8 @@ from launch.training.wire_bytes import WARM, WireWatch
 from launch.weights import weights_only
 
 Batch = tuple[Tensor, ...]
-# Number of steps after which all passes have been captured as far as possible; the ledger may have counted one of these steps
+# Number of steps after which every pass that can be captured (`dlp.parallel.linear.capture`) has been captured, even if the
+# ledger counted one of these steps, in which passes with transfers are not captured
 SETTLED = WARM + 2
 
 
@@ -74,8 +75,8 @@ class Step:
     lr        learning rate of the step
     watch     times of the parts of the step
     began     host clock at the begin of the step, in seconds
-    wire      bytes that this rank sends in the step, by process group
-    ended     host clock at the begin of the next step; None: the host waits for the results instead
+    wire      planned bytes that this rank sends in the step, by process group
+    ended     host clock at the begin of the next step; None: the step ends when the host has read the results
     damage    sentence about the difference for which the update was skipped (`Sentinel`); "": no difference
     remarks   lines to print after the results
     """
@@ -131,7 +132,7 @@ class Trainer:
         self.damage = ""  # difference that the sentinel found in the current step; "": none
         self.wants_stop = False
         self.replays = Replays([self.recipes], torch.cuda.Stream(built.device) if built.graph else None)
-        self.skipped = 0  # number of skipped updates since the start
+        self.skipped = 0  # number of skipped updates since the start of this process
         # Current slow activity, "" within a normal step; seconds of the last step whose results were read
         self.doing, self.took = "starting", 0.0
 
@@ -181,7 +182,8 @@ class Trainer:
             self.doing = before
 
     def replace_later(self, done: int) -> None:
-        """Rename checkpoints of later steps than `done`, from which this run resumes, so that the run can write these steps."""
+        """Rename the checkpoints of steps after `done`, so that this run, which resumes from step `done`, can save these steps
+        again."""
         if self.run.leader:
             for later in (each for each in manifest.complete(self.run.checkpoints) if manifest.step_of(each) > done):
                 self.run.say(

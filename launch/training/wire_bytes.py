@@ -87,7 +87,8 @@ def planned(
 
 
 def _gathers_of_muon(plan: Plan, load: Workload) -> Counter[Sent]:
-    """Return the bytes that Muon sends: it gathers every matrix of a block in bf16, over the FSDP axis, then over tp."""
+    """Return the bytes that Muon sends: it gathers every matrix of a block in bf16, over the FSDP axis, then over tp if
+    the matrix is sharded over tp."""
     total, cut_by_tp = (
         Counter[Sent](),
         {name for name, (row, _) in linear_weights(plan).items() if row.row.shard_dim is not None},
@@ -113,8 +114,8 @@ COLUMNS = ("group", "purpose", "bytes", "of bf16", "seconds", "over", "as")
 
 
 def describe(plan: Plan, load: Workload, optimizer: str = "adamw") -> list[str]:
-    """Return the lines of the plan about the wire: bytes that a rank sends in a step, by group and purpose; their ratio to the
-    same plan in bf16; and seconds at the nominal speed of the link."""
+    """Return the lines of the plan about the wire: bytes that a rank sends in a step, by group and purpose; the ratio to the
+    bytes of the same plan in bf16; and seconds at the nominal speed of the link."""
     try:
         ours, bf16 = planned(plan, load, optimizer), planned(in_bf16(plan), load, optimizer)
     except Unpredictable as why:

@@ -76,7 +76,8 @@ def _refuse(given: Mapping[str, Any], family: Family) -> None:
 
 
 def _refuse_layer_types(given: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError if `layer_types` names different kinds of attention: all layers must have the same kind."""
+    """Raise ValueError if config.json has `layer_types` and the list is not, for every layer, the kind of attention that
+    `sliding_window` implies."""
     types = given.get("layer_types")
     if types is None:
         return

@@ -126,7 +126,7 @@ class Reader:
 def fill(path: Path, opened: save_load.Opened, tensors: Mapping[str, Tensor], *, no_dist: bool = False) -> None:
     """Copy weights of a checkpoint into `tensors`, which may be DTensors and of any dtype. Collective unless `no_dist`.
 
-    Raises CheckpointError for a tensor that is missing in the checkpoint or has another shape.
+    Raises CheckpointError for a tensor that the checkpoint lacks or stores with a different shape.
     """
     there = opened.index.state_dict_metadata
     for name, tensor in tensors.items():
@@ -145,7 +145,7 @@ def fill(path: Path, opened: save_load.Opened, tensors: Mapping[str, Tensor], *,
 
 
 def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[save_load.Opened, list[str]]:
-    """Fill the parameters of a model that has not run yet from a checkpoint with equal `settings` (`[model]`). Collective.
+    """Fill the parameters of a model that has not run yet from a checkpoint whose `[model]` equals `settings`. Collective.
 
     Returns the opened checkpoint and log lines. Raises CheckpointError on all ranks if the checkpoint is damaged or of another
     model.
@@ -175,7 +175,7 @@ def load_recipes(path: Path, model: nn.Module, opened: save_load.Opened, recipe_
 
 def check_tokenizer(path: Path, manifest: Mapping[str, Any], folder: str, digest: str | None) -> None:
     """Raise CheckpointError if `digest`, the hash of the tokenizer of the data in `folder`, differs from the hash in the
-    manifest; None: unknown, no check; "": bytes instead of a tokenizer."""
+    manifest. `digest` is "" for data whose tokens are bytes, and None for an unknown tokenizer, which is not checked."""
     learned = manifest["data"].get("tokenizer")
     if learned is not None and digest is not None and learned != digest:
         raise CheckpointError(

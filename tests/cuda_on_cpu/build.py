@@ -76,7 +76,7 @@ def translate(text: str) -> str:
 
 
 def _cuda_headers(nvcc: str) -> str:
-    """Folder of the CUDA headers of nvcc."""
+    """Return the folder of the CUDA headers that nvcc uses."""
     said = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True).stderr
     found = re.search(r'^#\$ INCLUDES="-I([^"]+)"', said, re.MULTILINE)
     if found is None:
@@ -85,13 +85,14 @@ def _cuda_headers(nvcc: str) -> str:
 
 
 def translated(only: Sequence[str] = ()) -> list[Path]:
-    """Return the files to translate: the sources of the module, or those in `only`, with all headers; and emulator.cpp."""
+    """Return the files to translate: all sources of the module or, if `only` is given, the headers and the files in
+    `only`; and emulator.cpp."""
     ours = [source for source in loader.sources() if not only or source.suffix in {".h", ".cuh"} or source.name in only]
     return [*ours, HERE / "emulator.cpp"]
 
 
 def flags(tools: loader.Toolchain, folder: Path) -> list[str]:
-    """Arguments of a C++ compiler for the translated kernels in a folder."""
+    """Return the arguments of a C++ compiler that compiles the translated kernels in `folder`."""
     folders = (HERE / "include", HERE, folder, *tools.includes, _cuda_headers(tools.nvcc))
     return [*FLAGS.split(), *[f"-I{each}" for each in folders], "-include", f"{HERE}/emulator.h"]
 
@@ -108,9 +109,9 @@ def _ninja(tools: loader.Toolchain, folder: Path) -> str:
 
 
 def build(only: Sequence[str] = (), beside: str = "") -> Path:
-    """Compile the module, unless it is compiled already, and return the path of the library. `only`: compile a library
-    of these files of csrc without the functions of the module, and with the source code in `beside`. Raises
-    `loader.BuildError`."""
+    """Compile the module, unless it is compiled already, and return the path of the library. If `only` is given,
+    compile a library of these files of csrc and of the source code in `beside`, without the Python functions of the
+    module. Raises `loader.BuildError`."""
     tools = loader.find_toolchain()
     ours = [path for path in sorted(HERE.rglob("*")) if path.suffix in {".h", ".cpp", ".py"}]
     key = loader.build_key([*loader.sources(), *ours], " ".join([FLAGS, *only, beside]), ["cpu"])

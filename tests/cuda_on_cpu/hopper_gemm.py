@@ -57,7 +57,8 @@ class Multiply:
 
 
 def in_one_order(cases: Sequence[Any]) -> list[Any]:
-    """Return all pairs of a case and an order of threads. By default each case runs in one order."""
+    """Return all pairs of a case and an order of threads. By default each case runs in only one order; `--all-cases`
+    runs all pairs."""
     return [
         (case, order) if number % len(ORDERS) == place else nightly(case, order)
         for number, case in enumerate(cases)

@@ -1,4 +1,5 @@
-"""Attention within documents on a GPU: torch's kernel for variable lengths compared with a mask."""
+"""Attention on a GPU, compared with torch in fp32: torch's kernel for variable lengths with a mask of documents, and each
+backend, eager and compiled, with causal attention of grouped heads."""
 
 from __future__ import annotations
 

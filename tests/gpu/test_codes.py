@@ -1,5 +1,5 @@
-"""Kernels other than casts, against the reference: decoding to bf16, transposes, delayed scales, sums by order and tree,
-checksums."""
+"""Kernels other than casts, against the reference: decoding to bf16, transposes, swizzled scales, updates of delayed
+scales, sums in order and in a tree, checksums."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def test_delayed_update_is_the_reference(device):
 
 
 def test_checksums_are_the_reference(device):
-    """The tensors have all alignments, are more than one launch accepts, and some are larger than a thread block
-    processes."""
+    """The tensors have aligned and unaligned addresses. There are more tensors than one launch accepts, and some tensors are
+    larger than the part that one thread block processes."""
     data = some_bytes(300_000).to(device, copy=True)
     sizes = [0, 1, 7, 8, 9, 63, 64, 65, 4096, 65_535, 65_536, 65_544, 200_000]
     tensors = [data[start : start + size] for start in (0, 8, 13) for size in sizes] * 4

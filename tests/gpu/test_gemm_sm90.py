@@ -1,7 +1,7 @@
 """dlp's block-scaled FP8 GEMM for Hopper against float64: odd sizes, dtypes, bias, accumulation, and the problems for
-which it is chosen.
+which this GEMM is chosen.
 
-Bounds as in test_gemms.py: 2^-11 of sum |a||b|, since 128 products are summed to some 14 bits.
+The bound is that of test_gemms.py with promotion to fp32 after 128 products: 2^-11 of sum |a||b|.
 """
 
 from __future__ import annotations

@@ -48,8 +48,9 @@ def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def losses(folder: Path, *arguments: str, captured: bool = False) -> list[tuple[float, float]]:
-    """Return (loss, gradient norm) of each step of a short run on one GPU, and the validation loss. `captured`: whether
-    all but the first steps should be replays of a graph, which the categories of measured time confirm."""
+    """Return (loss, gradient norm) of each step of a short run on one GPU, then (validation loss, 0.0) of each validation.
+    `captured`: whether all steps but the first WARM_UP should be replays of a graph. Check this in the time categories of
+    each step: a replay has "graph" and no "forward"."""
     code, said = run(folder, "--train.cuda_graph", str(captured).lower(), *arguments)
     assert code == 0, said
     records = read_metrics(folder / "metrics.jsonl")

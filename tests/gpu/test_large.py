@@ -1,8 +1,8 @@
 """Kernels on matrices with more than 2^31 elements, compared with the same kernels on the last rows alone.
 
-The last rows have the largest values, so that every amax comes from the last rows. Both orientations of casts,
-transposes, decoding, RMSNorm and SwiGLU must have equal bits. For sums, all other rows are 0. Per-tensor and FP8 block
-casts have such tests in their own files.
+The last rows have the largest values, so that every amax comes from the last rows. Casts (in both orientations),
+transposes, decoding, RMSNorm and SwiGLU must have equal bits. For sums, all other rows are 0. test_cast_tensor.py and
+test_cast_block.py have such tests of per-tensor and block FP8 casts.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def test_what_is_made_of_rows_of_more_than_2_to_the_31_elements(large, name):
 
 
 def test_sums_of_more_than_2_to_the_31_elements(large):
-    """Sums of columns, and the gradient of a norm's weight. The summed rows before the last ones are 0, because the
-    order of summation depends on the number of rows."""
+    """Compare sums of columns, and the gradient of a norm's weight. All rows before the last rows are 0, because the order of
+    summation depends on the number of rows."""
     sparse, tail = torch.zeros_like(large), large[-LAST:].contiguous()
     sparse[-LAST:] = tail
     assert_bit_equal(ops.column_sums(sparse).cpu(), ops.column_sums(tail).cpu(), "sums of columns")

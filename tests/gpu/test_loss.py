@@ -12,7 +12,8 @@ from dlp.kernels import cuda_loss, ops, reference
 from tests.gpu.inputs import DTYPES, SHAPES, STRIDES, place
 from tests.metrics import assert_bit_equal
 
-# More columns than a block reads at once, and more rows than a chunk
+# The first shapes have more columns than a thread block reads at once;
+# the last shape has more rows than a chunk of rows
 LONG = [(3, 9001), (5, 20000), (2, 128256), (1100, 520)]
 NONE = -100
 EXACT = 2e-6  # relative bound of a sum of exponentials, and absolute bound of its logarithm

@@ -1,6 +1,8 @@
-"""wgrad with beta = 1 on a GPU, captured: gradients have the bits of autograd's sums in every recipe except nvfp4.
+"""wgrad with beta = 1 in captured launches on a GPU: gradients have the bits of autograd's sums, except the gradients of
+nvfp4 weights.
 
-The nvfp4 GEMM multiplies sums by alpha and adds with one rounding, but autograd rounds the product before the sum.
+The nvfp4 GEMM multiplies its sums by alpha and adds them to the gradient with one rounding, but autograd rounds the
+product before it adds.
 """
 
 from __future__ import annotations

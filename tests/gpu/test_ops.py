@@ -1,4 +1,5 @@
-"""dlp.ops on a GPU: fusions compared with the basic ops, captured and not captured, and a CUDA graph of a sequence."""
+"""dlp.ops on a GPU: fusions compared with the basic ops, ops with and without captured launches, and training with an
+MLP of dlp.ops or a linear in a CUDA graph."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.gpu.inputs import DATA, DTYPES, SHAPES, STRIDES, place, values
 from tests.gpu.test_quantizers import PAIRS, at, slot
 from tests.metrics import assert_bit_equal, assert_close
 
-# Rows that do not fit in registers; more rows than the kernel has partial sums
+# Rows of the first two shapes do not fit in registers; the last shape has more rows than the kernel has partial sums
 LONG = [(3, 9001), (2, 20000), (1030, 2056)]
 ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # bound of the relative error: bf16 rounds by at most 2^-8
 EPS = 1e-5
@@ -263,8 +263,8 @@ def test_gradients_of_narrow_norms_leave_wide_ones_their_shared_memory(device):
     """The gradient of a narrow norm does not lower the shared-memory limit that a wide norm needs.
 
     If each call set the limit of the kernel to the size that the call needs, a call could lower the limit before
-    another host thread launches the kernel with more. On a GPU this race occurs by chance; the emulator raises an error
-    if a limit is lowered.
+    another host thread launches the kernel with more shared memory. On a GPU this race occurs by chance; the emulator
+    raises an error if a limit is lowered.
     """
     for cols, stride in product((8192, 16, 12288, 13001, 28672, 17, 8192), ("contiguous", "misaligned")):
         dy, x = (values("gauss", 2, cols, torch.float32, seed) for seed in (2, 0))

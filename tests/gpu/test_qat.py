@@ -1,5 +1,5 @@
-"""Recipe qat on a GPU: values and clipped gradients equal the results on a CPU, eager and compiled, also y after
-export."""
+"""Recipe qat on a GPU. Results and gradients are within a bound of those on a CPU. Gradients of clipped elements are zero.
+Compiled and eager gradients have equal bits. The exported and quantized model has the same y within a bound."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Copies of tensors for a checkpoint: on the device if memory suffices, else on the host, and never of values that
-changed after the copy was requested."""
+"""Copies of tensors for a checkpoint: on the device if memory suffices, else on the host. A copy has the values from
+before the copy was requested, also if the tensors change during the copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: a memory snapshot when an allocation fails, and a step with ranges for NVIDIA's profilers."""
+"""On a GPU: a failed allocation writes a memory snapshot, and a step with NVTX ranges has equal bits."""
 
 from __future__ import annotations
 

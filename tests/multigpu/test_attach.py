@@ -343,8 +343,8 @@ def test_replicas_are_looked_at_when_they_first_have_gradients(ranks, closure, z
 
 
 def drifted() -> tuple[str, str]:
-    """Return the number of tensors in `dlp.state_dict`, or its error, with equal replicas and after one replica has
-    changed."""
+    """Call `dlp.state_dict` twice: with equal replicas, and after one replica has changed. Return, for each call, the
+    number of tensors or the error message."""
     model, mesh = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)).to(worker.device()), worker.mesh(tp=2)
     dlp.convert(model, [], mesh)
     said = []

@@ -347,7 +347,8 @@ def test_a_recipe_made_in_python_cannot_be_resumed_by_settings(ranks, tmp_path, 
 
 
 def killed_while_saving(config: Config) -> None:
-    """Rank 1 dies in the second save, after writing the local file and before rank 0 has received the report."""
+    """Run a training in which rank 1 is killed in the second save, after it has written its file and before rank 0 has
+    received its report."""
     write, calls = dcp.FileSystemWriter.write_data, iter((1, 2))
 
     def dying(*args: Any, **kwargs: Any) -> Any:
@@ -375,7 +376,7 @@ def test_a_rank_killed_during_a_save_leaves_the_checkpoint_before(ranks, tmp_pat
 
 
 class FullDisk:
-    """Stream to a disk with space for `room` more bytes, which fails as on Linux."""
+    """Output stream to a disk that has space for `room` more bytes. A longer write fails with the OSError of Linux."""
 
     def __init__(self, stream: Any, room: int) -> None:
         self.stream, self.room = stream, room
@@ -418,7 +419,7 @@ def save_without_room(config: Config) -> list[str]:
 
     dcp_files._Files.create_stream, Path.open = full, full_open
     try:
-        for name in ("__1_0_0.distcp", ".metadata", "manifest.json"):  # noqa: B007 (read by the two above)
+        for name in ("__1_0_0.distcp", ".metadata", "manifest.json"):  # noqa: B007 (read by `full` and `full_open`)
             with pytest.raises(save_load.SaveError) as caught:
                 save_load.save(trainer.run.checkpoints, 2, trainer.state, keep=2)
             said.append(str(caught.value))
@@ -476,7 +477,7 @@ def test_random_states_are_restored_rank_by_rank(ranks, tmp_path, data):
 
 
 def killed_while_removing(config: Config) -> None:
-    """Rank 0 dies after removing the first file of an old checkpoint."""
+    """Run a training in which rank 0 is killed after it has removed the first file of an old checkpoint."""
 
     def dying(path: Path, **options: Any) -> None:
         if "step-" in path.name:
@@ -539,7 +540,7 @@ def test_a_line_of_the_metrics_that_is_no_record_is_named_before_the_run_goes_on
 
 
 def unread(config: Config) -> str:
-    """Return the file that the IsADirectoryError of this rank names, if a run cannot read a file."""
+    """Return the path in the IsADirectoryError with which a run fails to start on this rank."""
     with pytest.raises(IsADirectoryError) as caught:
         training.trainer(config)
     return str(caught.value.filename)
@@ -571,7 +572,7 @@ def test_a_refused_command_changes_nothing(ranks, tmp_path, data, finished):
 
 
 def unreadable(config: Config) -> None:
-    """End a run with an OSError, such as an unreadable cache, before it creates its folder."""
+    """Raise an OSError, as for an unreadable cache, in a run that has not yet created its folder."""
     run = RunDir(Path(config.run.dir))
     with pytest.raises(OSError), run.logged():
         raise OSError("no such cache")

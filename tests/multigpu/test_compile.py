@@ -146,8 +146,9 @@ PLAIN_CODE = {
 
 @torch._inductor.config.patch(PLAIN_CODE)
 def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
-    """Return the relative differences of y, dx and the gradients of a compiled model from the eager model, and the number
-    of graphs. The blocks are compiled one by one without graph breaks, or with `whole` the model with graph breaks."""
+    """Return the relative differences of y, dx and the gradients of a compiled model from the eager model, and the
+    number of graphs. `whole`: the model is compiled as one module, and graph breaks are allowed; else each block is
+    compiled without graph breaks."""
     world = dist.get_world_size()
     mesh = worker.mesh(tp=world)
     torch.manual_seed(0)
@@ -174,8 +175,8 @@ def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
     ],
 )
 def test_a_converted_model_compiles(ranks, backend, whole, world):
-    """With aot_eager, bits are equal. Inductor sums norms in another order, so that x may have other last bits, which may
-    change a code."""
+    """With aot_eager, the results have equal bits. Inductor adds in norms in another order than eager code, so the last
+    bits of x of a linear may differ, and with them a code of x."""
     for errors, graphs in ranks(world).run(compiled_conversion, backend, whole):
         assert max(errors) <= (0 if backend == "aot_eager" else 0.02), errors
         assert whole or graphs == 1, "equal blocks share a graph"
@@ -228,7 +229,7 @@ def whole_model(recipe: str, borders: bool) -> list[list[float]]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("recipe", "borders"), [("nvfp4", True), ("fp8_current", False)])
-@pytest.mark.full  # parts of the model are compiled above and below, and the loss in test_embedding.py
+@pytest.mark.full  # other tests of this file compile parts of the model, and test_embedding.py compiles the loss
 def test_a_whole_model_is_one_graph(ranks, recipe, borders):
     """The graph of the model, with token shards or with a sharded vocabulary, includes the counter of microbatches for
     stochastic rounding."""
@@ -250,7 +251,8 @@ def test_a_target_outside_of_the_vocabulary_makes_a_compiled_loss_nan(ranks):
 
 
 def moved(kind: type[ops.BasicOperation], fullgraph: bool) -> list[Tensor]:
-    """Return y and dx of a sequence of a linear, GELU, an op that communicates (`kind`), and GELU."""
+    """Return y and dx of an ops.Sequential: a linear, GELU, an op that communicates (`kind`), and GELU. `fullgraph`:
+    torch.compile compiles the ops.Sequential."""
     torch.manual_seed(0)
     rows = (1, 2) if kind is ops.AllGather else (2, 1) if kind is ops.ReduceScatter else (1, 1)
     model = ops.Sequential(ops.Linear(HIDDEN, HIDDEN), ops.GELU(), kind(dist.group.WORLD), ops.GELU())
@@ -325,7 +327,7 @@ def test_a_block_that_torch_would_no_longer_compile_ends_the_run(ranks, tmp_path
 
 def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, features: int) -> None:
     """Run torch.library.opcheck on both ops: schema, aliasing, and the shapes of the fake versions. Backward is checked
-    without schema and aliasing if forward saves FP8 parts."""
+    without schema and aliasing if forward saves a part with one byte per element."""
     tp = worker.mesh(tp=dist.get_world_size())["tp"]
     layer = style(
         HIDDEN, features, True, tp=tp, sequence_parallel=sequence_parallel, recipe=recipe, device=worker.device(),

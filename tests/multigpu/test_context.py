@@ -189,7 +189,7 @@ MESHES = {
     "cp2 tp2 sp fp8": (4, ["--mesh.tp=2", "--mesh.amax_group=tp+cp"], FP8),
     "cp2 dp_shard2 fp8": (4, ["--mesh.tp=1", "--mesh.amax_group=world"], FP8),
 }
-# Meshes without `--all-cases`; none runs FP8, because a test below compares codes of fp8_current
+# Meshes without `--all-cases`; none runs FP8, because another test of this file compares codes of fp8_current
 DEFAULT = ("cp2", "cp2 tp2 sp", "cp2 dp_shard2")
 FOR_ONE = ("--model.family",)
 
@@ -206,8 +206,9 @@ def errors(found: Found, expected: Found) -> dict[str, float]:
     [(name, world) if name in DEFAULT else nightly(name, world) for name, (world, _, _) in MESHES.items()],
 )
 def test_a_mesh_with_cp_trains_as_one_rank(ranks, one_rank, tmp_path, data, device_type, name, world):
-    """The bound for FP8 is larger, because another order of sums changes codes, in E5M2 each by up to a quarter of its
-    value. The bound is largest on GPUs, because their FP8 units keep about 14 bits of a sum, while CPUs sum in fp32."""
+    """The bound for FP8 is larger, because another order of additions changes some codes, and a changed E5M2 code
+    differs by up to a quarter of the value. The bound is largest on GPUs, because their FP8 units keep about 14 bits of
+    a sum, while CPUs sum in fp32."""
     _, mesh, options = MESHES[name]
     own = [option for option in options if option in (*BF16, *FP8)] + [o for o in mesh if o.startswith(FOR_ONE)]
     expected = one_rank(ranks(1), *own)

@@ -92,14 +92,15 @@ def test_a_custom_recipe_trains_under_tp_sp_and_fsdp_as_on_one_rank(ranks, recip
     ((one, _),) = ranks(1).run(trained, recipe, {"tp": 1}, False)
     for world, sizes, fsdp in ((2, {"tp": 2}, False), (4, {"tp": 2, "dp_shard": 2}, True)):
         for result, noted in ranks(world).run(trained, recipe, sizes, fsdp):
-            bound = 0.02 if recipe == "silent" else 0.1  # other scales
+            bound = 0.02 if recipe == "silent" else 0.1  # scales of `mixed` on shards differ from those of full tensors
             assert_close(moved(result, start), moved(one, start), bound, f"{recipe} {sizes}")
             assert ("the parts of silent do not declare how they concatenate" in noted) == (recipe == "silent")
 
 
 def travelling(recipe: Any, tokens: int) -> tuple[dict[str, Tensor], list[str], list[str]]:
-    """Run forward and backward of both sequence-parallel styles on 2 ranks and on one; return the relative differences of
-    y, dx and dw, the notes of the plan, and the launched collectives."""
+    """Run forward and backward of both sequence-parallel styles (column and row) on 2 ranks, and of an unsharded layer.
+    Return the relative differences of y, dx and dw from the unsharded layer, the notes of the plan, and the launched
+    collectives."""
     tp = worker.mesh(tp=2)["tp"]
     device = worker.device()
     x, w, dy = (matrix("gauss", rows, 64, seed).to(device) for rows, seed in ((tokens, 1), (64, 2), (tokens, 3)))
@@ -137,7 +138,7 @@ def test_odd_tokens_travel_in_high_precision_alike_on_every_rank_and_it_is_said(
     recipe = load(name, amax_scope="all", **({"disable_stochastic_rounding": True} if name == "nvfp4" else {}))
     for errors, said, _ in ranks(2).run(travelling, recipe, 2 * 43):
         for what, error in errors.items():
-            assert error < 2**-13, f"{name} {what}: {error}"  # FP8 units on two ranks keep this many bits of a sum
+            assert error < 2**-13, f"{name} {what}: {error}"  # on two ranks, sums of FP8 units keep 13 bits
         expected = [
             f"{t} columnwise ({name}) is gathered in high precision: 43 tokens per rank are not a multiple of {unit}"
             for t in ("x", "dy")

@@ -231,7 +231,7 @@ def test_slots_are_equal_on_all_ranks_after_one_all_reduce_and_close_to_those_of
             for key, tensor in of_ranks[0][0].items():
                 assert_bit_equal(state[key], tensor, key)
         for key, tensor in of_ranks[0][0].items():
-            # With dp_shard the scales of dy differ: `train` multiplies the loss by dp_shard for FSDP's average
+            # With dp_shard the scales of dy differ, because `train` multiplies the loss by dp_shard to undo FSDP's average
             if key.startswith("slots.") and (".dy." not in key or "dp_shard" not in sizes):
                 assert torch.allclose(tensor, one[key], rtol=0.03), f"{sizes} {key}: {tensor} {one[key]}"
 

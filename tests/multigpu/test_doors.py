@@ -109,7 +109,7 @@ HISTORY = (
     "fp8_current or another"
 )
 NOT_FINITE = "(up|head): the weight has NaN or Inf, which codes would hide: restore a checkpoint from before"
-# function that makes the model unsupported, recipe, entry points that refuse it, their message
+# Rows: function that makes the model unsupported, recipe, entry points that refuse the model, message of the refusal
 TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (tie_embedding, "fp8_current", CODES, f"embedding and head {SHARED}"),
     (tie_linear, "mxfp8", CODES, f"up and head {SHARED}"),

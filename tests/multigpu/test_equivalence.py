@@ -233,8 +233,8 @@ def train_plain() -> Run:
 
 @contextmanager
 def without_sums(kind: type[nn.Module] | None, model: nn.Module) -> Iterator[None]:
-    """Remove the sum over tp of the partial gradients of linears, or (None) of all other modules, and the check of
-    replicas, which would raise in the first step."""
+    """Context without the sum over tp of some partial gradients: of linears if `kind` is ParallelLinear, of all other
+    modules if `kind` is None. The check of replicas is off, because it would raise in the first step."""
     partial: PartialGradients = model.partial_gradients
     before = partial.slots
     partial.slots = [slot for slot in before if isinstance(slot.module, ParallelLinear) != (kind is ParallelLinear)]
@@ -245,8 +245,8 @@ def without_sums(kind: type[nn.Module] | None, model: nn.Module) -> Iterator[Non
 
 
 def without_reduction(model: nn.Module) -> Any:
-    """Remove the reduction of layers.0.self_attn.o_proj, so that each rank keeps the local rows of its partial
-    result."""
+    """Return a patch that removes the reduction of layers.0.self_attn.o_proj: each rank keeps its rows of its own
+    partial result."""
     name, original, skipped = "model.layers.0.self_attn.o_proj", linear_fn.token_gemm, []
 
     def token_gemm(spec: Any, reduce: Any, operands: Any, gemms: Any, wire: Any) -> Pending[Tensor]:

@@ -82,7 +82,7 @@ def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
     assert_bit_equal(again(x), y, "tp")
 
 
-# Cases without `--all-cases`: scales of tensors, tiles, blocks and rows, and each mode
+# Cases without `--all-cases`: one scale per tensor, per tile, per block and per row; and each mode
 CHOSEN = [("fp8_current", "static"), ("fp8_block", "dynamic"), ("nvfp4", "weight_only"), ("int8", "static")]
 
 

@@ -264,8 +264,9 @@ def test_layers_made_by_hand_join_a_converted_model(ranks):
 
 
 def refused() -> list[str]:
-    """Return the messages of conversion about explicitly constructed layers in another style, with other token shards or
-    on another mesh, a model with a converted part, a part of a converted model, an FSDP module, and an attached model."""
+    """Return the messages with which conversion refuses: explicitly constructed layers with another style, token
+    sharding or mesh than the conversion requests (three messages); a model with a converted part; a part of a converted
+    model; an FSDP module; an attached model."""
     mesh, column = worker.mesh(tp=2), {"name": "column", "match": "both", "style": "column"}
     part, within = (nn.ModuleDict({"part": nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))}) for _ in range(2))
     dlp.convert(part["part"], [], mesh)
@@ -461,7 +462,8 @@ def test_whole_plain_tensors_are_loaded(ranks):
 
 
 def with_a_head() -> list[str]:
-    """Return the notes of two models after two forwards: with a head added after conversion, and before."""
+    """Return the notes of two models after two forwards: of a model to which a head was added after conversion, and of
+    a model to which a head was added before conversion."""
     said = []
     for late in (True, False):
         model, head = nn.Sequential(nn.Linear(SIZE, SIZE)).to(worker.device()), nn.Linear(SIZE, 4).to(worker.device())

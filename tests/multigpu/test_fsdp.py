@@ -137,7 +137,7 @@ def test_fsdp_replicates_where_the_mesh_does(ranks):
 
 
 class Casts:
-    """Context that counts the casts of weights in `weights`."""
+    """Context that counts the casts of weights. The attribute `weights` is the count."""
 
     def __init__(self) -> None:
         self.weights = 0
@@ -197,7 +197,8 @@ def test_weights_are_cast_once_per_step(ranks):
 
 
 def after_loading() -> tuple[Tensor, Tensor, Tensor]:
-    """Load other weights after weights were cast; return y before and after the load, and y of the model that was loaded."""
+    """Load other weights after weights were cast. Return y before and after the load, and y of the model from which the
+    weights were loaded."""
     mesh = worker.mesh(tp=dist.get_world_size())
 
     def make(seed: int) -> nn.Module:
@@ -225,8 +226,8 @@ def test_loaded_weights_replace_cached_operands(ranks):
 
 
 def casts_of_one_shard(weight_cache: str) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """Train the model of the README with FSDP, dp_shard = 1, and without. Return the number of weight casts in forwards and
-    backwards of each step with FSDP, the losses with FSDP, and the losses without."""
+    """Train the model of the README with FSDP (dp_shard = 1) and without FSDP. Return the number of weight casts in
+    forwards and backwards of each step with FSDP, the losses with FSDP, and the losses without FSDP."""
     losses: dict[bool, list[Tensor]] = {}
     counts = []
     for sharded in (False, True):
@@ -257,7 +258,8 @@ def casts_of_one_shard(weight_cache: str) -> tuple[list[int], list[Tensor], list
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("weight_cache", "used"), [("step", 0), ("forward", 6)])
 def test_weights_of_one_shard_are_cast_once_a_step(ranks, weight_cache, used):
-    """With dp_shard = 1, FSDP gathers nothing, and the step boundary casts weights as without FSDP."""
+    """With dp_shard = 1, FSDP gathers nothing. The step boundary casts the weights, or with weight_cache = "forward"
+    each microbatch casts the weights, as without FSDP."""
     for counts, found, expected in ranks(2).run(casts_of_one_shard, weight_cache):
         assert counts[1:] == [used, used]
         assert torch.equal(torch.stack(found), torch.stack(expected))

@@ -166,7 +166,8 @@ Scenario = Callable[[Net, DeviceMesh], list[float]]
 
 
 def scenario(name: str, recipe: Any, sizes: dict[str, int], on: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Run one of SCENARIOS with a model with these options, and return the results."""
+    """Run SCENARIOS[name] with a model that is constructed with `options`, and return the results. `on`: FSDP gathers
+    codes, not values."""
     mesh = worker.mesh(**sizes)
     model = shardnet(recipe, mesh, quantized_gather=on, **options)
     losses = SCENARIOS[name](model, mesh)
@@ -268,7 +269,8 @@ def swaps_in_flight(model: Net, mesh: DeviceMesh) -> list[float]:
 
 
 def regions(model: Net, mesh: DeviceMesh) -> list[float]:
-    """Run forwards with other recipes than the recipes of the layers, and in high precision."""
+    """Train one step in each of several autocast regions (mxfp8, no recipe given, nvfp4, disabled), and then one step
+    outside of a region."""
     losses = []
     for i, asked in enumerate(
         ({"recipe": dlp.recipe("mxfp8")}, {}, {"recipe": dlp.recipe("nvfp4")}, {"enabled": False})

@@ -378,7 +378,8 @@ def test_a_norm_on_cut_features_that_nobody_declared_stops_the_first_step(ranks,
 
 
 class CutByHand(nn.Module):
-    """Explicitly constructed layers after a plain norm, and before a plain parameter that the user sharded over tp."""
+    """A plain norm and two explicitly constructed layers. Between the layers is a plain parameter that the user sharded
+    over tp."""
 
     def __init__(self, tp: DeviceMesh, cut: float) -> None:
         super().__init__()

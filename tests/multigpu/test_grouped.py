@@ -94,8 +94,8 @@ class Net(nn.Module):
 
 
 def trained(recipe: str, grouped: bool) -> list[Tensor]:
-    """Return the unsharded parameters after three steps under FSDP, in which each rank has other empty experts. Runs inside
-    a worker."""
+    """Return the unsharded parameters after three steps under FSDP. In each step the two ranks have different empty
+    experts. Runs inside a worker."""
     mesh, model = worker.mesh(dp_shard=2), Net(grouped).to(worker.device())
     dlp.convert(
         model,

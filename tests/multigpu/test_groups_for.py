@@ -92,8 +92,8 @@ def test_a_recipe_reaches_the_linears_of_blocks(ranks):
 
 
 def exported(folder: str) -> list[float]:
-    """Train on tp ranks and call save_pretrained. Return the largest difference between the logits of the model and of the
-    written folder, and the largest logit."""
+    """Train on tp ranks and call save_pretrained. Return the largest difference between the logits of the model and the
+    logits of a model loaded from the written folder, and the largest logit."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = hf_models.make("LlamaForCausalLM").to(worker.device())
     dlp.convert(model, dlp.groups_for(model, tp=2), mesh)

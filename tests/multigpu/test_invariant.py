@@ -49,7 +49,8 @@ BATCH = 4  # sequences of a step over all ranks, each a microbatch
 
 
 class Bits(NamedTuple):
-    """Report of one rank about a run: hashes of tensors by name, and the losses of its microbatches by (step, piece)."""
+    """Report of one rank about a run: hashes of tensors by name, and the losses of the microbatches of this rank by
+    (step, piece)."""
 
     tensors: dict[str, str]
     losses: dict[tuple[int, int], float]
@@ -57,8 +58,8 @@ class Bits(NamedTuple):
 
 @functools.cache
 def mesh_of(sizes: tuple[int, ...], kind: str = "") -> DeviceMesh:
-    """Return the mesh with these sizes. If there are more ranks than the mesh has, every group of ranks is an equal
-    copy of the mesh."""
+    """Return the mesh with these sizes. If the world has more ranks than the mesh, the world is divided into copies of
+    the mesh, and each rank gets the copy that contains the rank."""
     shape = (dist.get_world_size() // prod(sizes), *sizes)
     return init_device_mesh(kind or worker.device().type, shape, mesh_dim_names=("copies", *AXES))[AXES]
 
@@ -251,7 +252,8 @@ def converted(mesh: DeviceMesh, *between: nn.Module, **options: Any) -> nn.Modul
 
 
 def refused() -> dict[str, str]:
-    """Return the message of each refused call, by the part of it that the test expects. Runs in a worker."""
+    """Return the message of each refused call. The key is the part of the message that the test expects. Runs in a
+    worker."""
     tp, dp = mesh_of((1, 1, 2), "cpu"), mesh_of((1, 2, 1), "cpu")
     x = torch.randn(16, 64)
 

@@ -67,7 +67,7 @@ def test_every_recipe_sends_what_its_plan_says_and_gathers_its_share_of_bf16(ran
     config = training.config(tmp_path, data, "--groups.default.recipe", recipe, *WHOLE_BLOCKS)
     for found, _ in ranks(2).run(shares, config):
         assert max(found, default=0.0) <= MOST.get(recipe, 0.0)
-        # x of qkv and of gate/up in forward and in backward, dy of o and of down
+        # Six gathers: x of qkv and x of gate/up, each in forward and in backward; dy of o and dy of down
         assert len(found) >= 6 or recipe not in MOST
         print(f"{recipe}: {len(found)} gathers of {sorted(set(found))} of bf16")
 
@@ -158,7 +158,7 @@ OVER_DATA = {
     "replicas that agree": ["--mesh.tp=1", "--mesh.dp_replicate=2", "--mesh.dp_shard=1", "--mesh.amax_group=world"],
 }
 CASES = OVER_TP | {case: [TWO_BLOCKS, *options] for case, options in OVER_DATA.items()}
-FOR_ALL = [  # run without `--all-cases`, because no other test has their terms of the plan
+FOR_ALL = [  # cases that also run without `--all-cases`, because no other test covers their terms of the plan
     "fp8 sums of microbatches",
     "odd tokens, and the world agrees",
     "whole tokens, one gemm in bf16, tied",
@@ -192,7 +192,7 @@ def test_cases_on_four_ranks_send_what_their_plan_says(ranks, tmp_path, data, ca
 
 
 class Stray(Trainer):
-    """Trainer in which one rank sends bytes in the third step that are not in the plan."""
+    """Trainer in which, in the third step, one rank sends bytes that are not in the plan."""
 
     def train_step(self, step: int) -> Step:
         if step == WARM:

@@ -226,9 +226,10 @@ def test_sharded_equals_unsharded(ranks, world, recipe, style_key):
 
 
 def gathered_operands(recipe: str | Recipe, tokens: int) -> list[tuple[bool, list[str | None]]]:
-    """Compare x of COLUMN_SP and dy of ROW_SP, quantized on each rank and gathered, with the quantized unsharded tensor.
-    Return, for each orientation that can be gathered quantized, whether it is columnwise, and the difference of each
-    part. The tokens of rank 0 are all zero, and the magnitude of other rows grows, so that ranks have other amaxes."""
+    """Compare x of COLUMN_SP and dy of ROW_SP, quantized on each rank and gathered, with the quantized unsharded
+    tensor. Return, for each orientation that can be gathered quantized, whether it is columnwise, and the difference of
+    each part. The tokens of rank 0 are all zero, and the magnitude of other rows grows, so that the amaxes of ranks
+    differ."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = worker.mesh(tp=world)["tp"]
     full = matrix("gauss", tokens, 64, 3).to(worker.device(), torch.bfloat16)

@@ -44,7 +44,7 @@ def inputs() -> Tensor:
 def trained(model: nn.Module, x: Tensor, steps: int = 3) -> dict[str, Tensor]:
     """Train adapters; return the gradients of the first step, and the adapters after the last step."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # on GPUs foreach is the default of torch, which then takes no mixture of DTensors and plain tensors in one group
+    # foreach, which is torch's default on GPUs, accepts no mixture of DTensors and plain tensors in one parameter group
     by_kind: dict[type, list[Tensor]] = {}
     for parameter in parameters.values():
         by_kind.setdefault(type(parameter), []).append(parameter)
@@ -66,7 +66,8 @@ def whole(value: Tensor) -> Tensor:
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest relative difference of a tensor. Raises AssertionError for a tensor that is not finite, or zero."""
+    """Return the largest relative difference of a tensor. Raises AssertionError for a tensor that is not finite or is
+    all zero."""
     assert found.keys() == expected.keys()
     assert all(bool(each.isfinite().all()) and float(each.norm()) > 0 for each in [*found.values(), *expected.values()])
     return max(float((found[k] - expected[k]).norm() / expected[k].norm()) for k in expected)

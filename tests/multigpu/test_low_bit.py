@@ -22,7 +22,7 @@ from tests.metrics import assert_bit_equal
 
 SMALL = ("hidden=256", "ffn=512", "head_dim=64", "layers=1", "kv_heads=4")
 VALUES = " values"
-O_PROJ = "model.layers.0.self_attn.o_proj.weight"  # with tp = 2 a row has 128 elements, half a block of the averages
+O_PROJ = "model.layers.0.self_attn.o_proj.weight"  # with tp = 2 a row of a shard has 128 elements, half a block of the averages
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def state_of(trainer: Any) -> dict[str, dict[str, Tensor]]:
 
 
 def trained(config: Config, until: int) -> tuple[list[float], dict[str, dict[str, Tensor]]]:
-    """Train up to step `until`, from a checkpoint if there is one, and save; return the losses and the optimizer
-    state."""
+    """Train up to step `until`, from a checkpoint if there is one, and save unless the checkpoint has this step. Return
+    the losses and the optimizer state."""
     trainer, done = training.trainer(config)
     trainer.recorder.begin(done)
     losses = [trainer.train_step(step).numbers.read()[0] for step in range(done, until)]

@@ -51,7 +51,8 @@ def made(recipe: str, held: str, on_nonfinite: str) -> tuple[Net, torch.optim.Op
 
 
 def step(model: Net, optimizer: torch.optim.Optimizer, into: str, value: float) -> None:
-    """Run one step with this value in x, in dy or in the gradient of a weight on one rank."""
+    """Run one step. On rank CULPRIT, `value` is written into x ("x"), into dy ("dy") or into the gradient of a weight
+    ("w"), as `into` says; "": nowhere."""
     x, dy = (torch.randn(TOKENS, HIDDEN, device=worker.device()) for _ in range(2))
     mine = dist.get_rank() == CULPRIT
     if mine and into in ("x", "dy"):

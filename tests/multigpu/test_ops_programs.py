@@ -1,7 +1,7 @@
-"""Captured passes of a fuser on tp ranks, with the bits of the basic ops.
+"""Captured passes of a fuser on tp ranks have the bits of passes without capture.
 
-Through mapped memory a pass is one native call; with collectives it is a few native calls with the collectives in
-between. On the CPU the device is emulated.
+Through mapped memory a pass is one native call. With collectives a pass is a few native calls, and the collectives run
+between these calls. On the CPU the device is emulated.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def check(
     "recipe", few(["bf16", "fp8_current", "fp8_delayed", "fp8_block"], ("fp8_delayed", "fp8_block"))
 )
 def test_a_fuser_that_communicates(ranks, recipe: str, delay: bool):
-    """With mapped memory each pass is one native call. With collectives, forward has an agreement and a gather of x
-    before fprop, and a reduction in the row layer; backward starts the gather for dgrad first."""
+    """With mapped memory each pass is one native call. With collectives, forward gathers x before fprop and reduces the
+    result of the row layer; backward gathers dy for dgrad of the row layer first. With fp8_current, an agreement on the
+    amax comes before each of these gathers."""
     (mapped, said), (calling, by_calls) = check(ranks, recipe, delay=delay)
     assert "L" in mapped["forward"] and "L" in mapped["backward"], mapped
     assert "captured: forward, native calls: 1" in said and "captured: backward, native calls: 1" in said

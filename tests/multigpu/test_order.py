@@ -20,7 +20,8 @@ from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
 def moved() -> list[Launch]:
     """Run a pass with a gather in two pieces and an agreement, then three passes with a sum over ranks, and return the
-    launches. Each of the latter passes has only one transfer, so only its own waits order the uses of its slot."""
+    launches. Each of the last three passes has only one transfer, so only the waits of this transfer order the uses of
+    its slot."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         x = torch.ones(moves.world, 64)

@@ -118,8 +118,8 @@ def fewer(style_key: tuple[str, bool], recipe: str) -> list[LinearCase]:
 
 
 def bound(case: LinearCase, device_type: str) -> float:
-    """Bound on the difference relative to `serial`. It is larger on GPUs, whose FP8 units keep about 14 bits of a sum,
-    which makes the order of a sum visible."""
+    """Bound on the difference relative to `serial`. It is larger for quantized recipes on GPUs, whose FP8 units keep
+    about 14 bits of a sum, which makes the order of a sum visible."""
     native = device_type == "cuda" and case.recipe != "bf16"
     return max(EPSILON[case.dtype], 2.0**-10 if native else 0.0)
 
@@ -250,7 +250,7 @@ def test_rows_that_do_not_divide_over_ranks_are_summed_too(ranks, device_type, w
         check(cases, ranks(world).run(compare, cases, wire, ("chunked", "chunked", "chunked")), device_type)
         return
     for (found,) in ranks(world).run(compare, cases, wire, ("chunked", "chunked", "chunked")):
-        # Codes differ, because blocks of 128 elements are in rows or in the flat result
+        # Codes differ, because one strategy divides rows into blocks of 128 elements, and the other divides the flat result
         for case, errors in zip(cases, found, strict=True):
             assert all(math.sqrt(squared / norm) < 0.06 for _, squared, norm in errors.values()), case
 

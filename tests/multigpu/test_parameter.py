@@ -78,7 +78,7 @@ def test_fsdp_gathers_codes(ranks, recipe):
 
 @torch.no_grad()
 def checkpointed(folder: str, factor: float, saves: bool) -> torch.Tensor:
-    """Quantize a model, under FSDP if there are several ranks, and save a checkpoint or load it (`saves`); return y.
+    """Quantize a model, under FSDP if there are several ranks, and save a checkpoint (`saves`) or load it; return y.
     `factor` changes values and scales, so that a load must replace both."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64)), torch.randn(8, 64)
@@ -229,8 +229,8 @@ def cut_unevenly(rows: int) -> list[str]:
 
 @pytest.mark.parametrize(("world", "rows"), [(2, 49), (4, 3)])
 def test_uneven_shards_are_refused_by_all_ranks(ranks, world, rows):
-    """Without the refusal, ranks with fewer rows would send less than other ranks expect. Of 3 rows the last of 4 ranks
-    has none."""
+    """Without the refusal, ranks with fewer rows would send less than other ranks expect. With 3 rows on 4 ranks, the
+    last rank has no row."""
     expected = [
         f"a quantized weight ({rows}, 32) has {rows} rows, which FSDP cannot shard evenly over {world} ranks: exclude the "
         "layer",

@@ -1,5 +1,5 @@
-"""tp-partial gradients that only some ranks have, and backwards after which partial gradients would not be summed,
-which are refused."""
+"""tp-partial gradients that only some ranks have; and backwards that are refused, because partial gradients would not
+be summed after them."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def test_a_backward_whose_sums_would_not_come_is_refused_under_fsdp(ranks):
 
 
 def of_inputs_only() -> tuple[float, list[str]]:
-    """Compute a gradient of x alone, from the output of a submodule, which is allowed. Return its norm, and the names
-    of parameters with gradients."""
+    """Compute a gradient of x alone, from the output of a submodule, which is allowed. Return the norm of the gradient
+    of x, and the names of parameters with gradients."""
     model, mesh = make(2), worker.mesh(tp=2)
     x = dlp.scatter_tokens(batch(0), mesh["tp"]).requires_grad_()
     (dx,) = torch.autograd.grad(loss_of(model.block(x)), [x])

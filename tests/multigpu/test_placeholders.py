@@ -252,7 +252,7 @@ def gathered() -> tuple[bool, bool, bool]:
     with torch.no_grad():
         model[0].weight.zero_()
         zeroed = not torch.equal(model(x), before)
-    fresh, _ = converted(True)  # a new model refuses them also before its second gather
+    fresh, _ = converted(True)  # a new model refuses calls that need values also before the second gather
     with pytest.raises(ValueError, match=GATHERED):
         fresh(x)
         fresh[0].weight.square()

@@ -49,7 +49,7 @@ def device() -> object:
 
 def trained(recipe: str, quantized: bool) -> list[Trained]:
     """Run two steps of two microbatches, with captured launches and without; return (losses, parameters and gradients,
-    number of captured passes) of both runs."""
+    number of captures of each pass) of both runs."""
     mesh, found = worker.mesh(dp_shard=2), []
     for off in (nullcontext(), without_programs()):
         with device(), off:  # type: ignore[attr-defined]
@@ -107,8 +107,8 @@ def over_two_ranks(
     delay: bool = False,
 ) -> tuple[dict[str, int], dict[str, int], list[tuple[Tensor, Tensor]]]:
     """Run a layer on two tp ranks: through mapped memory, by collectives, and by collectives without captured launches.
-    Return the numbers of captured passes of the first and second run, and pairs of their results and those of the third
-    run. `delay`: delay wgrads."""
+    Return the number of captures of each pass in the first and in the second run, and pairs: a result of the first or
+    second run with the same result of the third run. `delay`: delay wgrads."""
     mesh, found, said = worker.mesh(tp=2), [], list[list[str]]()
     for mapped, off in ((True, nullcontext()), (False, nullcontext()), (False, without_programs())):
         with device(), off, moved_by(mesh["tp"].get_group(), mapped, late):  # type: ignore[attr-defined]
@@ -148,8 +148,8 @@ Results = list[Tensor]
 
 
 def alone(kind: str, sizes: int | tuple[int, ...], compiled: bool) -> tuple[dict[str, int], Results, Results]:
-    """Run a parallel layer on one rank with captured launches (compiled if `compiled`), and an uncompiled layer
-    without. Return the number of captured passes, and the results of both."""
+    """Run a parallel layer on one rank with captured launches (compiled if `compiled`), and an uncompiled layer without
+    captured launches. Return the number of captures of each pass, and the results of both layers."""
     mesh, found = worker.mesh(tp=1), []
     for off in (nullcontext(), without_programs()):
         with device(), off:  # type: ignore[attr-defined]
@@ -179,8 +179,8 @@ def test_a_rank_alone_communicates_nothing(ranks, kind: str, sizes: int | tuple[
             assert_bit_equal(result, wanted)
 
 
-# Cases (kind, recipe) that run, with sequence parallelism, only with a late side stream -> overlap strategy without
-# `--all-cases`; "" if the case then does not run
+# (kind, recipe) of cases with sequence parallelism that run only with a late side stream -> overlap strategy of the case
+# without `--all-cases`; "": the case runs only with `--all-cases`
 LATE = {
     ("siblings", "fp8_current"): "serial", ("column", "bf16"): "", ("column", "fp8_delayed"): "",
     ("column", "fp8_block"): "chunked:2", ("column", "nvfp4"): "serial", ("siblings", "mxfp8"): "", ("row", "bf16"): "",
@@ -266,8 +266,8 @@ PACKAGE = f"{Path(dlp.__file__).parent}{os.sep}"
 
 def made_of(recipe: str, overlap: str) -> tuple[list[str], dict[str, Counter[str]]]:
     """Run a column and a row layer with collectives. Return the captured passes as strings (L: launches, C: start of a
-    collective, A: wait for the collective), and the calls of dlp's functions in the cheapest step, with and without
-    capture."""
+    collective, A: wait for the collective), and the calls of dlp's functions in the step with the fewest calls, with
+    and without capture."""
     mesh, calls, found = worker.mesh(tp=2), dict[str, Counter[str]](), list[str]()
     for name, off in (("captured", nullcontext()), ("not", without_programs())):
         with device(), off, moved_by(mesh["tp"].get_group(), False):  # type: ignore[attr-defined]
@@ -302,7 +302,7 @@ def made_of(recipe: str, overlap: str) -> tuple[list[str], dict[str, Counter[str
 ])  # fmt: skip
 def test_collectives_are_called_between_launches(ranks, overlap: str, segments: list[str]):
     """Column layer: forward has an agreement on x and a gather of x before the GEMM; backward gathers x during dgrad,
-    and reduces dx during wgrad. With `chunked`, a GEMM of the first rows runs during the transfer of the next."""
+    and reduces dx during wgrad. With `chunked`, a GEMM of the first rows runs during the transfer of the next rows."""
     for made, calls in ranks(2).run(made_of, "fp8_current", overlap):
         assert made == segments
         totals = {name: each.total() for name, each in calls.items()}

@@ -1,4 +1,5 @@
-"""Recipe qat over ranks, under tp, token shards and FSDP2: the results of one rank, with the same gradients clipped."""
+"""Recipe qat under tp, sequence parallelism and FSDP2, compared with one rank. Clipping must set the same elements of
+gradients to zero."""
 
 from __future__ import annotations
 

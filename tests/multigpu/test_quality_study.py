@@ -316,7 +316,7 @@ def test_what_cannot_be_studied_is_refused_before_anything_is_made(tmp_path, cap
     assert not (tmp_path / "study").exists()
 
 
-@pytest.mark.full  # a study above makes the data, too
+@pytest.mark.full  # the test of a complete study also makes the data
 def test_the_data_is_a_sample_of_sources_the_same_every_time():
     few = sources(0.5)
     assert list(few) == sorted(few) == list(sources(0.5)) and all(name.endswith(".py") for name in few)

@@ -72,7 +72,8 @@ def test_what_runs_again_changes_no_bit_and_sends_what_was_planned(ranks, losses
 
 
 def runs(config: Config) -> dict[str, int]:
-    """Run one forward and backward; return how often linears and the first norms of blocks ran, with recomputation."""
+    """Run one forward and backward; return how often linears and the first norms of blocks ran, including
+    recomputation."""
     mesh = worker.mesh(tp=config.mesh.tp)
     built = build(config, mesh, torch.device(worker.device()))
     tokens = torch.zeros(1, config.train.sequence, dtype=torch.int64, device=built.device)

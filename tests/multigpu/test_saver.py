@@ -139,7 +139,7 @@ def run_with_a_nan(config: Config, where: str) -> str:
         if number == 1 and dist.get_rank() == 1:
             weight = trainer.built.model.model.embed_tokens.weight
             spoiled = weight if where == "weight" else trainer.built.optimizer.state[weight]["exp_avg"]
-            local_values(spoiled)[-1, 3] = torch.nan  # a token that is not a byte
+            local_values(spoiled)[-1, 3] = torch.nan  # the row of a token that is not a byte
         return current
 
     trainer.train_step = spoiling

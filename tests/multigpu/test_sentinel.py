@@ -86,8 +86,9 @@ def skipped(folder: Path, data: Path, *overrides: str) -> tuple[dict[int, Any], 
 
 
 def flipping(config: Config, where: str) -> tuple[Trainer, int]:
-    """Return the trainer of a run, and the number of steps done. Rank 1 flips a bit of y of LAYER, or of the gradient, the
-    optimizer state or the value of its weight (`where`), in the second of two runs of the first microbatch of step 3."""
+    """Return the trainer of a run, and the number of steps done. Rank 1 flips a bit of y of LAYER, or of the gradient,
+    the optimizer state or the value of the weight of LAYER (`where`), in the second of two runs of the first microbatch
+    of step 3."""
     trainer, done = training.trainer(config)
     module, calls = trainer.built.model.get_submodule(LAYER), [0]
     rank = trainer.built.dims.rank("tp")
@@ -269,7 +270,7 @@ def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, 
     given += ["--train.sentinel_action", "stop" if where in ("y", "gradient") else "skip"]
     messages = ranks(2).run(stopped, tmp_path, data, where.partition(" of ")[0], *given)
     assert messages[0] == messages[1]
-    step = 2 if "delayed" in where else 3  # computing the initial scales calls the module as well
+    step = 2 if "delayed" in where else 3  # computing initial scales also calls the module, so the flip is in step 2
     assert messages[0].startswith(f"step {step}: the first microbatch ran twice and gave other bits, first on ")
     assert re.search(rf"rank 1 \([^)]*\): {re.escape(said)}", messages[0])
     file = f"sentinel-step-{step}-rank1.pt"
@@ -356,7 +357,7 @@ def with_flips(out: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.full  # the flips above represent these
+@pytest.mark.full  # the flips of other tests in this file represent these flips
 def test_random_flips_are_named_by_rank_and_layer(ranks, tmp_path):
     out = tmp_path / "flips.csv"
     out.write_text(",".join(flips.COLUMNS) + "\n")

@@ -25,7 +25,8 @@ X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
 
 def mlp(recipe: str = "fp8_current") -> nn.Sequential:
-    """fp32 weights and bf16 activations, so that casts are copies with every recipe."""
+    """Return a model with fp32 weights. The tests run it on bf16 activations, so that a cast of a weight is a copy with
+    every recipe."""
     torch.manual_seed(0)
     return nn.Sequential(dlp.Linear(64, 64, recipe=recipe), nn.Tanh(), dlp.Linear(64, 64, recipe=recipe))
 

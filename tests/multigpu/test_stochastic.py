@@ -104,7 +104,7 @@ def traces_with_fake_tensors(model: torch.nn.Module, y: Tensor) -> None:
 
 
 def ends_an_invariant_step(model: torch.nn.Module, y: Tensor) -> None:
-    """A rank of two: the end of a step counts the microbatch of the other rank, too."""
+    """End a step as one of two ranks: the end of a step counts the microbatch of the other rank, too."""
     session_of(model).end_step()
 
 
@@ -154,7 +154,8 @@ def test_evaluation_of_a_model_draws_nothing(attached):
 
 @pytest.mark.slow
 def test_the_gradient_is_unbiased_and_with_rounding_to_nearest_it_is_not():
-    """For x = 1, dw is dy.T. One element 6.0 in each block makes the scale 1, so that 0.6 is between 0.5 and 1."""
+    """For x = identity matrix, dw is dy.T. One element 6.0 in each block makes the scale 1, so that 0.6 is between the
+    representable values 0.5 and 1."""
     x, dy = torch.eye(SIZE), torch.full((SIZE, SIZE), 0.6)
     dy[::16] = 6.0
     bias = {}
@@ -188,7 +189,7 @@ def test_data_parallel_ranks_draw_the_bits_of_their_own_tokens(way):
     linear = layer(disable_rht=True)
 
     def codes(values: Tensor, dp: tuple[int, int]) -> Tensor:
-        linear.core.session.dp = dp  # a session never changes this attribute
+        linear.core.session.dp = dp  # outside of this test, `dp` of a session never changes
         linear.core.bound.cache.clear()
         (made,) = quantize(linear.core.bound, "dy", [values], (way == "row", way == "col"))
         return made.at(columnwise=way == "col").payload

@@ -1,5 +1,6 @@
 """Layers of every kind, recipe and strategy over two meshes of one process, run in random order through mapped memory,
-compared bit for bit with collectives. Of four ranks, one mesh has groups of four, the other groups of two.
+compared bit for bit with collectives. With four ranks, the first mesh has one tp group of four ranks, and the second
+mesh has two tp groups of two ranks.
 
 Backwards run later than other forwards, some backwards recompute, and ranks are delayed at random.
 """
@@ -70,8 +71,8 @@ def input_shape(draw: random.Random, layer: torch.nn.Module, tp: int) -> tuple[i
 
 
 def in_random_order(seed: int, count: int, mapped: bool) -> list[Tensor]:
-    """Run forwards and the corresponding backwards in random order. Return, one layer after the other, all y, and the
-    gradients of x and all w."""
+    """Run forwards and the corresponding backwards in random order. Return, for one backward after the other, three
+    tensors: all y of the layer, the gradient of x, and the gradients of all w."""
     torch.manual_seed(0)
     on_cpu, world = worker.device().type == "cpu", dist.get_world_size()
     meshes, lanes = [worker.mesh(tp=world), another_mesh()], [SimulatedLane(0.002), SimulatedLane()]

@@ -192,7 +192,7 @@ def test_a_finished_run_says_so_and_a_fresh_one_moves_it_aside(ranks, tmp_path, 
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.full  # test_raw_gradients.py compares gradients and norms on several meshes with one rank
+@pytest.mark.full  # test_raw_gradients.py compares gradients and norms of several meshes with those of one rank
 def test_the_gradient_norm_is_that_of_one_rank_on_any_mesh(ranks, tmp_path, data):
     exact = ["--train.steps=1", "--train.dtype=fp32", "--recipe=bf16"]
     norms = []
@@ -262,8 +262,8 @@ def test_one_rank_asked_to_stop_stops_all_at_one_boundary(ranks, tmp_path, data)
 
 
 class Poisoned(Trainer):
-    """Trainer with a NaN in the last rank's shard of a weight before step 4, which FSDP sends to all ranks with the
-    same tp index."""
+    """Trainer with a NaN in the last rank's shard of a weight before step 4. FSDP sends this shard to all ranks with
+    the same tp index."""
 
     def train_step(self, step: int) -> Step:
         if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
@@ -291,7 +291,7 @@ def poisoned(config: Config) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("world", "overrides", "where"),
     [
-        nightly(2, [], CAST.format(1)),  # tests below have the same sentence
+        nightly(2, [], CAST.format(1)),  # other tests of this file expect the same message
         (2, ["--train.checkpointing=full", "--recipe=bf16"], REPEATED.format(1)),
         nightly(4, [], CAST.format(3)),
         nightly(1, ["--mesh.tp=1"], CAST.format(0)),

@@ -89,8 +89,8 @@ def config(folder: Path, data: Path, *overrides: str) -> Config:
 
 
 def groups_of(folder: Path) -> list[str]:
-    """Return an override of the pattern of the layer group, which must match linears, for an architecture that has none in
-    its blocks; [] for others."""
+    """Return a config override for an architecture whose blocks have no linears; [] for other architectures. The
+    override makes the layer group match lm_head, because a layer group must match a linear."""
     kind = json.loads((folder / "model" / "config.json").read_text())["model_type"]
     return ["--groups.default.match", '["lm_head"]'] if kind in WITHOUT_LINEARS else []
 
@@ -185,7 +185,7 @@ def test_on_one_rank(ranks, architecture: str, tmp_path: Path, shards: Path):
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.full  # a test below runs in bf16 with recomputed blocks
+@pytest.mark.full  # test_in_bf16_with_recomputed_blocks runs in bf16, too
 @pytest.mark.parametrize("architecture", some(ARCHITECTURES, FEW[:1]))
 def test_on_one_rank_in_bf16(ranks, device_type: str, architecture: str, tmp_path: Path, shards: Path):
     saved(architecture, tmp_path)
@@ -193,7 +193,7 @@ def test_on_one_rank_in_bf16(ranks, device_type: str, architecture: str, tmp_pat
 
 
 @pytest.mark.ranks(2)
-# test_groups_for.py compares steps on FSDP ranks with torch, and a test below resumes a run on FSDP ranks
+# test_groups_for.py compares steps on FSDP ranks with torch, and another test of this file resumes a run on FSDP ranks
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", some(ARCHITECTURES, FEW[:1]))
@@ -304,7 +304,8 @@ def test_the_plan_of_a_folder(tmp_path: Path, shards: Path):
     assert "model.layers.*.mlp.experts" in said and "has no counterpart" in said
     assert "dropout is not applied (attention_dropout = 0.1 in config.json)" in said
     assert "\nmemory: each rank needs" in said and "cuda graph: steps are launched one by one" in said
-    for architecture in ("GPT2LMHeadModel", "OPTForCausalLM"):  # no linears in blocks; embeddings that read a mask
+    # Blocks of GPT-2 have no linears; the position embedding of OPT reads the attention mask
+    for architecture in ("GPT2LMHeadModel", "OPTForCausalLM"):
         saved(architecture, tmp_path)
         assert "\nmemory: each rank needs" in plan_text(config(tmp_path, shards), 4, "sm_90"), architecture
     saved("LlamaForCausalLM", tmp_path)

@@ -89,8 +89,8 @@ def outgoing(moves: Transport, seed: int, shape: tuple[int, ...], dtype: torch.d
 def random_operations(seed: int, count: int) -> int:
     """Run random passes of two kinds over two transports; return the number of errors.
 
-    Each pass has one to three transfers, in one or two pieces, and agreements. Output buffers of gathers may be
-    taken before another gather starts, and single ranks are delayed at random.
+    Each pass has one to three operations: gathers and exchanges, in one or two pieces, and agreements. Output buffers
+    of gathers may be taken before another gather starts, and single ranks are delayed at random.
     """
     both, draw, mine = (
         [make_transport(), make_transport()],
@@ -180,7 +180,7 @@ def freed_unread(slot: SimulatedSlot) -> None:
     CudaSlot.release(slot)
 
 
-CARELESS = {  # faults, by kind of slot: ranks do not wait for readers; ranks release a slot before they have read it
+CARELESS = {  # Faults. SharedSlot: ranks do not wait for readers. SimulatedSlot: ranks release a slot before they read it
     SharedSlot: patch.object(SharedSlot, "begin", lambda slot, use: None),
     SimulatedSlot: patch.multiple(SimulatedSlot, wait=freed_unread, release=lambda slot: None),
 }

@@ -34,7 +34,7 @@ def said(call: Callable[[], Any]) -> str:
 
 class Small(nn.Module):
     """A model with the kinds of modules that conversion replaces: an embedding, a norm, siblings, and a linear after
-    them."""
+    the siblings."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
 """E2M1, the FP4 element: +-{0, 0.5, 1, 1.5, 2, 3, 4, 6}, two elements per byte, the even element in the low nibble.
 
-Between 2^k and 2^(k+1) the grid has the step 2^(k-1), and below 1 the step 0.5: a code is an index on this grid plus 0, 2 or 4.
-Casts saturate at 6, preserve the sign of zero, and map NaN to +6.
+Between 2^k and 2^(k+1) the grid has the step 2^(k-1), and below 1 the step 0.5. The code of a magnitude is magnitude / step,
+plus 0 for the step 0.5, 2 for the step 1 and 4 for the step 2. A negative element adds 8 to the code. Casts saturate at 6,
+preserve the sign of zero, and map NaN to +6.
 
-Stochastic rounding takes 8 random bits per element from Philox4x32-10. The counter is the index of the block in the unsharded
-matrix: shards round like the unsharded matrix, and recomputation repeats the rounding.
+Stochastic rounding takes 8 random bits per element from Philox4x32-10. The counter contains the index of the block of 16
+elements in the unsharded matrix, so that shards round like the unsharded matrix, and recomputation repeats the rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def _nearest_code(y: Tensor) -> Tensor:
     y = y.nan_to_num(nan=LARGEST)
     magnitude = y.abs().clamp(max=LARGEST)
     binade = (magnitude.view(torch.int32) & EXPONENT).clamp(min=ONE)
-    # a number 22 binades above: the last bit of the sum below is one grid step, so that the addition rounds to the grid
+    # 2^22 times the power of two at or below the magnitude: fp32 numbers of this size are one grid step apart, so that adding
+    # this number rounds the magnitude to the grid
     pusher = binade + (22 << 23)
     index = (magnitude + pusher.view(torch.float32)).view(torch.int32) - pusher
     return ((y.view(torch.int32) >> 28) & 8) | (index + ((binade - ONE) >> 22))
@@ -71,7 +73,8 @@ def encode_e2m1_stochastic(y: Tensor, random: Tensor) -> Tensor:
 
 def pack_e2m1(codes: Tensor) -> Tensor:
     """Pack codes 0..15 [..., C], C even, into bytes [..., C/2], with even elements in the low nibbles."""
-    # low byte: even element; flat first, because an empty tensor may have strides that view(dtype) refuses
+    # the low byte of a pair is the even element; codes are flattened first, because view(dtype) refuses some strides of empty
+    # tensors
     pairs = codes.contiguous().view(-1).view(torch.int16)
     return (pairs | (pairs >> 4)).to(torch.uint8).view(*codes.shape[:-1], codes.shape[-1] // 2)
 
@@ -108,7 +111,7 @@ def philox_4x32(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tens
         p0, p1 = (
             c0 * PHILOX_MULTIPLIERS[0],
             c2 * PHILOX_MULTIPLIERS[1],
-        )  # may overflow into the sign: the 64 bits are correct
+        )  # a product may overflow into the sign bit, but its 64 bits are correct
         c0, c1, c2, c3 = ((p1 >> 32) & WORD) ^ c1 ^ k0, p1 & WORD, ((p0 >> 32) & WORD) ^ c3 ^ k1, p0 & WORD
         k0, k1 = (k0 + PHILOX_KEY_STEPS[0]) & WORD, (k1 + PHILOX_KEY_STEPS[1]) & WORD
     return c0, c1, c2, c3

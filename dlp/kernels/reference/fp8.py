@@ -54,7 +54,7 @@ def amax_lines(x: Tensor) -> tuple[Tensor, Tensor]:
 def watched(x: Tensor, flag: Tensor | None) -> Tensor:
     """Return x, and set `flag`, fp32 [], to NaN if a value of x is not finite."""
     if flag is not None and x.numel():
-        least, most = torch.aminmax(x.detach())  # NaN if x has a NaN; 0 times NaN or Inf is NaN
+        least, most = torch.aminmax(x.detach())  # NaN if x has a NaN; adding 0 * NaN or 0 * Inf gives NaN
         flag.add_(least, alpha=0).add_(most, alpha=0)
     return x
 
@@ -96,8 +96,8 @@ def scale_from_amax(
 ) -> Tensor:
     """Return the scale of an 8-bit format with the largest value `fp8_max`, fp32, elementwise over `amax`.
 
-    An amax below `epsilon` counts as `epsilon`. An amax of 0, Inf or NaN gives 1. If the quotient overflows, the scale is
-    `inf_scale`. `power_of_two` clears the mantissa, which rounds the scale down to a power of two.
+    An amax below `epsilon` counts as `epsilon`. If the amax is then 0, Inf or NaN, the scale is 1. If the quotient overflows,
+    the scale is `inf_scale`. `power_of_two` clears the mantissa, which rounds the scale down to a power of two.
     """
     clamped = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
     usable = torch.isfinite(clamped) & (clamped > 0)
@@ -113,7 +113,7 @@ def encode_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     and zeros preserve their sign."""
     largest = FP8_MAX[dtype]
     codes = x.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    not_nan_sign = (codes & 0x7F).add_(1).bitwise_and_(0x80).bitwise_not_()  # NaN is 0x7F or 0xFF: adding 1 carries
+    not_nan_sign = (codes & 0x7F).add_(1).bitwise_and_(0x80).bitwise_not_()  # only NaN (0x7F, 0xFF) carries into bit 7
     return codes.bitwise_and_(not_nan_sign).view(dtype)
 
 
@@ -134,8 +134,8 @@ def cast_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Fp8Scale(NamedTuple):
-    """Source of the scale of a tensor: `scale_from_amax` of `amax`, fp32 [], or the given `scale`, fp32 []. A cast raises
-    `staging`, fp32 [], to max |x|."""
+    """Source of the scale of a tensor: `scale_from_amax` of `amax`, fp32 [], or the given `scale`, fp32 []. If `staging`,
+    fp32 [], is given, a cast raises `staging` to max |x|."""
 
     amax: Tensor | None = None
     scale: Tensor | None = None

@@ -20,7 +20,7 @@ from dlp.kernels.reference.nvfp4 import decode_nvfp4, nvfp4_alpha
 
 PROMOTION = 128  # number of products that are summed before the scales are applied
 INT8_PRODUCTS = 2**17 - 8  # number of products of two int8 whose sum fits int32; a multiple of 8
-FOLDED_PRODUCTS = 2**15 - 8  # the same for products of differences of int8, which have two more bits
+FOLDED_PRODUCTS = 2**15 - 8  # the same number for products of two differences of int8, such as code - zero
 
 
 def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
 
 
 def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumulate: Tensor | None) -> Tensor:
-    """Return the result plus bias, added in fp32 and rounded once to `out_dtype`; or add the result to `accumulate` and return
-    `accumulate`."""
+    """Return the result plus bias, added in fp32 and rounded once to `out_dtype`. If `accumulate` is given, add this sum to
+    `accumulate` instead, and return `accumulate`."""
     if bias is not None:
         result = result.float() + bias.float()
     if accumulate is not None:
@@ -108,7 +108,7 @@ def grouped_fp8_rowwise(
 
 def gemm_int4_group(x: Tensor, codes: Tensor, scale_inv: Tensor, zero: Tensor | None = None) -> Tensor:
     """Multiply x [tokens, K] by packed int4 codes [N, K/2] with scale_inv and zero point int8 (None: 0) [N, K / group] -> fp32
-    [tokens, N]: the sum over groups of scale_inv times the sum of x (code - zero). Products are exact, and the order of the
+    [tokens, N]: the sum over groups of scale_inv times the sum of x * (code - zero). Products are exact, and the order of the
     fp32 sums is unspecified: two results differ by at most 2^-18 times the sum of the magnitudes of all terms."""
     groups = scale_inv.shape[1]
     counted = torch.stack([codes & 15, codes >> 4], -1).flatten(1).unflatten(1, (groups, -1)).float() - 8
@@ -122,7 +122,7 @@ def gemm_int8_rowwise(
     a_zero: Tensor | None = None, b_zero: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply int8 codes a [rows, C] and b [cols, C] with scale_inv [rows] and [cols] and zero points int8 [rows] and [cols]
-    (None: 0) -> fp32 [rows, cols] = fl(fl(acc * sa) * sb), where acc is the exact sum of (a - za) (b - zb) rounded to fp32.
+    (None: 0) -> fp32 [rows, cols] = fl(fl(acc * sa) * sb), where acc is the exact sum of (a - za) * (b - zb), rounded to fp32.
     `sums`: function that returns int32 sums of at most INT8_PRODUCTS products."""
     folds = a_zero is not None or b_zero is not None
     most = FOLDED_PRODUCTS if folds else INT8_PRODUCTS
@@ -133,7 +133,8 @@ def gemm_int8_rowwise(
 
 
 def _less_zero_points(total: Tensor, a: Tensor, b: Tensor, a_zero: Tensor | None, b_zero: Tensor | None) -> Tensor:
-    """Turn the sums of a b, int32 [rows, cols], into sums of (a - za) (b - zb) in place: a b - sum(a) zb - za sum(b - zb)."""
+    """Turn `total`, the sums of a * b, int32 [rows, cols], into sums of (a - za) * (b - zb) in place: subtract zb * sum(a) and
+    za * sum(b - zb)."""
     if b_zero is not None:
         total.addcmul_(a.sum(1, dtype=torch.int32)[:, None], b_zero.int(), value=-1)
     if a_zero is not None:

@@ -1,8 +1,8 @@
 """MXFP8: FP8 elements in blocks of 32 with a common power of two, stored as one E8M0 byte b with the value 2^(b-127).
 
 There are two rules for scales. "ceil" is the smallest power of two without saturation; "floor" is the rule of the OCP MX
-specification v1.0, which saturates amaxes in the upper part of a binade and diverges in training. torch's conversion to E8M0
-rounds to nearest; this module therefore computes the bytes from the bits of the binary32.
+specification v1.0, which saturates amaxes in the upper part of a binade; training with "floor" diverges. torch's conversion to
+E8M0 rounds to nearest; this module therefore computes the bytes from the bits of the binary32.
 """
 
 from __future__ import annotations

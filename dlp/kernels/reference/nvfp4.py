@@ -80,9 +80,9 @@ def nvfp4_stored_amax(amax: Tensor, *, four_over_six: bool) -> Tensor:
 def block_sums(errors: Tensor) -> Tensor:
     """Return the sums of blocks in fp32, in a fixed order that is the same for a transposed tile.
 
-    errors [row blocks, block rows, C blocks, 16] -> [row blocks, C blocks]. Blocks of one row: elements 0 to 15 in order.
-    Tiles of 16x16: each 8x8 quarter in the order of its upper triangle, row by row, of e[i, i] and fl(e[i, j] + e[j, i]); then
-    fl(fl(q[0, 0] + q[1, 1]) + fl(q[0, 1] + q[1, 0])).
+    errors [row blocks, block rows, C blocks, 16] -> [row blocks, C blocks]. Blocks of one row: elements 0 to 15 are
+    added in order. Tiles of 16x16: the sum of each 8x8 quarter adds the terms e[i, i] and fl(e[i, j] + e[j, i]) of the upper
+    triangle, row by row; the sums q of the quarters are added as fl(fl(q[0, 0] + q[1, 1]) + fl(q[0, 1] + q[1, 0])).
     """
     down, height, across, width = errors.shape
     if height == 1:
@@ -171,9 +171,9 @@ def _signs(device: torch.device, signs: int) -> Tensor:
 def rht16(x: Tensor, signs: int = RHT_SIGNS) -> Tensor:
     """Return the Hadamard transform y = x D H16 / 4, bf16 [rows, C], in each group of 16 along C of x [rows, C], rounded once.
 
-    D flips the signs of `signs`, and H16 is the Sylvester matrix, computed as an fp32 butterfly with strides 1, 2, 4, 8 in this
-    order. A wider x is rounded to bf16 first. The transform is fastest for a transposed view, whose groups are stored along
-    rows of memory, so that each butterfly adds complete rows.
+    D changes the sign of the elements whose bit in `signs` is set, and H16 is the Sylvester matrix, computed as an fp32
+    butterfly with strides 1, 2, 4, 8 in this order. A wider x is rounded to bf16 first. The transform is fastest for a
+    transposed view, whose groups are stored along rows of memory, so that each butterfly adds complete rows.
     """
     rows, cols = x.shape
     lanes = x.detach().bfloat16().t().contiguous().view(cols // GROUP, GROUP, rows) * _signs(x.device, signs)

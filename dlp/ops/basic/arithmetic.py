@@ -40,7 +40,8 @@ class AddExtraInput(BasicOperation):
         - input, extra input, output: [...], equal shapes
 
     Raises:
-        ValueError: for different shapes, and with in_place=True for an extra input that is a leaf and requires a gradient.
+        ValueError: for different shapes, and with in_place=True, if gradients are enabled, for an extra input
+            that is a leaf and requires a gradient.
 
     Examples:
         >>> model = ops.Sequential(ops.Linear(64, 64), ops.AddExtraInput())
@@ -172,7 +173,8 @@ class ConstantScale(BasicOperation):
         return _scaled(grad_output, self.scale_of(ctx)), ()
 
     def scale_for(self, ctx: OperationContext) -> float:
-        """Return the scale for this forward, and store it in ctx: backward uses it even if `scale` changes meanwhile."""
+        """Return the scale for this forward, and store it in ctx. Backward uses the stored scale, even if the attribute `scale`
+        has changed."""
         ctx.scale = self.scale
         return self.scale
 

@@ -67,8 +67,8 @@ def _biased(x: Tensor, bias: Tensor) -> Tensor:
 class Bias(_BiasVectors):
     """Add a bias.
 
-    Backward returns dy unchanged. If the operation before casts dy, the kernel of this cast also sums the columns of dy. db is
-    summed in fp32 and then rounded.
+    Backward returns dy unchanged. If the previous operation casts dy, the kernel of this cast also sums the columns of dy. db
+    is summed in fp32 and then rounded.
 
     Args:
         size: number of features.

@@ -4,8 +4,9 @@ AllGather       [M, C] -> [R*M, C]    backward: ReduceScatter
 ReduceScatter   [R*M, C] -> [M, C]    backward: AllGather
 AllReduce       [...] -> [...]        backward: dy unchanged
 
-An AllGather before, or a ReduceScatter or AllReduce after, a linear that is not sharded over ranks is fused with the linear
-(`dlp.ops.fused`): the fused op gathers quantized x, or sums y, with the overlap strategy of the linear.
+An AllGather can be fused with the next op, and a ReduceScatter or AllReduce with the previous op, if that op is a linear that
+is not sharded over ranks (`dlp.ops.fused`). The fused op gathers quantized x, or sums y, with the overlap strategy of the
+linear.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class _OverGroup(OfRanks):
         return self.process_group is None or self.process_group.size() == 1
 
     def keep_group(self, ctx: OperationContext) -> ProcessGroup | None:
-        """Return the group for this forward, and store it in ctx: backward uses it even if `process_group` changes
-        meanwhile."""
+        """Return the group for this forward, and store it in ctx. Backward uses the stored group, even if `process_group` has
+        changed."""
         ctx.group = self.process_group
         return self.process_group
 
@@ -89,7 +90,8 @@ class _OverGroup(OfRanks):
 class AllGather(_OverGroup):
     """Gather rows of all ranks; backward reduce-scatters the gradient, summed in fp32 in the order of ranks.
 
-    Before a linear that is not tensor-parallel, the gather is fused with the linear and sends quantized x.
+    Before a linear that is not tensor-parallel, the gather is fused with the linear and sends quantized x. If it is not fused,
+    the plan states the reason.
 
     Args:
         process_group: ranks; None: this rank alone, and the operation returns its input.
@@ -114,7 +116,8 @@ class ReduceScatter(_OverGroup):
     """Sum rows over ranks in fp32, in the order of ranks, and return this rank's shard of the rows; backward gathers the
     gradient.
 
-    After a linear that is not tensor-parallel, the sum is fused with the linear, and overlaps with its GEMM.
+    After a linear that is not tensor-parallel, the sum is fused with the linear, and overlaps with its GEMM. If it is not
+    fused, the plan states the reason.
 
     Args:
         process_group: ranks; None: this rank alone, and the operation returns its input.

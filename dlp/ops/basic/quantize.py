@@ -1,7 +1,7 @@
 """Quantize: return a quantized tensor (`dlp.ops.handed`), so that linears of the next module need not cast it.
 
 Before a linear of the same fuser the op does nothing, since the linear casts its input. At the end of a sequence the op
-quantizes as `reader` would; without a reader by the recipe of the `dlp.autocast` region if there is one, else by `recipe`. The
+quantizes as `reader` would; without a reader, by the recipe of the `dlp.autocast` region if there is one, else by `recipe`. The
 op returns its input if there is neither a reader nor a recipe, or if only the layer that reads the tensor can cast it
 (`handed.why_not`).
 """

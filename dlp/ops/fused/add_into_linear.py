@@ -23,7 +23,8 @@ from dlp.parallel.linear.functional import Finish
 
 
 class LinearIntoExtraInput(InnerFused):
-    """Linear whose GEMM adds y to the extra input, in place."""
+    """Linear whose GEMM adds y to the extra input, in place. If the extra input shares memory with x, is not contiguous, or has
+    another dtype than x, torch adds y instead."""
 
     takes = frozenset({LAZY, HANDED})
 

@@ -1,7 +1,7 @@
 """Fuse in backward: Bias, then an activation (in forward order).
 
-One kernel reads dy and x, computes the gradient of the activation's input, sums its columns (db), and casts it for the linear
-before."""
+One kernel reads dy and the activation's input x, computes dx, sums the columns of dx (db), and casts dx for the previous
+linear."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Fuse in forward and backward: AllGather, BasicLinear, Bias (optional; in forward only).
 
 The linear must not be sharded over ranks. The fused op runs with the style COLUMN_SP (column-parallel with sequence
-parallelism) and its overlap: each rank quantizes its rows of x, quantized x is gathered, and dx is reduced while wgrad runs.
+parallelism) and the overlap strategies of the linear: each rank quantizes its rows of x, quantized x is gathered, and dx is
+reduced while wgrad runs.
 Results are bitwise equal to those of separate ops, since ranks agree on scales, except for stochastic rounding of dy, which
 depends on the position of an element among the tokens of all ranks.
 """

@@ -18,7 +18,8 @@ from dlp.parallel.linear.functional import NO_FINISH, Finish
 
 
 class BackwardLinearIntoResidual(InnerFused):
-    """Backward of a linear whose dgrad adds to the gradient of the extra output, in place."""
+    """Backward of a linear whose dgrad adds to the gradient of the extra output, in place. If autograd passes this gradient for
+    another output, too, or if it is not contiguous or has another dtype than x, torch adds the two gradients."""
 
     takes = frozenset({LAZY, MANY, HANDED})
 

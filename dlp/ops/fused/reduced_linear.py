@@ -1,9 +1,9 @@
 """Fuse in forward and backward: BasicLinear, AllReduce or ReduceScatter, Bias (optional).
 
 The ops come from a row-parallel `Linear`, or the user has put an AllReduce or ReduceScatter after a linear that is not sharded
-over ranks. The fused op runs with the style ROW (AllReduce) or ROW_SP (ReduceScatter) and its overlap. The bias is added once,
-after the sum. Backward of ROW_SP gathers quantized dy; separate ops gather dy in high precision. Results are bitwise equal,
-since ranks agree on scales.
+over ranks. The fused op runs with the style ROW (AllReduce) or ROW_SP (ReduceScatter) and the overlap strategies of the linear.
+The bias is added once, after the sum. Backward of ROW_SP gathers quantized dy; separate ops gather dy in high precision.
+Results are bitwise equal to those of separate ops, since ranks agree on scales.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class ReducedLinear(InnerFused):
     takes = frozenset({LAZY, HANDED})
 
     def bound(self, basic_op_ctxs: Sequence[OperationContext]) -> BoundSpec:
-        """Return the spec with the style ROW or ROW_SP: the spec of a row-parallel linear; for another linear its spec with
-        this style, over the group that the reduction has in this forward."""
+        """Return the spec of the fused op. For a row-parallel linear this is the spec of the linear. For a linear that is not
+        sharded, it is the spec of the linear with style ROW (AllReduce) or ROW_SP (ReduceScatter), over the group that the
+        reduction has in this forward."""
         linear, reduction = self.basic_ops[:2]
         bound: BoundSpec = basic_op_ctxs[0].bound
         if linear.reduced:

@@ -31,13 +31,14 @@ from dlp.parallel.linear.state import BoundSpec, LayerState, StepState
 from dlp.parallel.linear.step import ForwardState, UpdateAfterBackward, in_backward
 from dlp.quant.state import ForwardScales
 
-# Closure variables by which the hooks of a first run and of a recomputation refer to the frame of the checkpoint
+# Closure variables by which hooks refer to the frame object of a checkpoint: hooks of the first run, hooks of a recomputation
 _FRAME, _FRAME_AGAIN = "frame", "target_frame_ref"
 
 
 @dataclass(eq=False)
 class Region:
-    """A region of `dlp.autocast`, in which layers run under other specs. `enabled` to `group` are the arguments of the region.
+    """A region of `dlp.autocast`, in which layers run under specs that the region chooses. `enabled`, `recipe`, `calibrating`
+    and `group` are the arguments of the region.
 
     learns      whether the region was entered with gradients enabled
     touched     the `StepState` of each layer that ran in the region, as keys
@@ -60,7 +61,7 @@ class Region:
 REGION: ContextVar[Region | None] = ContextVar("dlp_autocast", default=None)
 
 
-# Returns the innermost hooks on saved tensors, which a checkpoint registers; None: no hooks
+# Returns the innermost hooks on saved tensors (pack, unpack), registered by a checkpoint or by other code; None: no hooks
 saved_tensor_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
 
 
@@ -73,7 +74,7 @@ class Checkpoint(NamedTuple):
     """A checkpoint whose function is running.
 
     frame   torch's frame object of the checkpoint, the same in the first run and in recomputations
-    hook    the hook that packs saved tensors, another one in each run of the function
+    hook    the hook that packs saved tensors; every run of the function registers a new hook
     again   whether this run is a recomputation
     """
 
@@ -118,20 +119,20 @@ class LayerRuns:
     """Records of the forwards of one layer in checkpoints.
 
     learned_in_region  whether a forward ran in an autocast region that was entered with gradients enabled
-    recipe_changed     whether the recipe has changed since the last forward
+    recipe_changed     whether the recipe has changed since the last forward outside of a backward
     """
 
     def __init__(self) -> None:
         self.learned_in_region = self.recipe_changed = False
-        self._ran: WeakKeyDictionary[Any, list[Ran]] = WeakKeyDictionary()  # by checkpoint, in the order of its calls
-        self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by recomputation: number of repeated forwards
+        self._ran: WeakKeyDictionary[Any, list[Ran]] = WeakKeyDictionary()  # by frame, in the order of forwards
+        self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by hook: number of repeated forwards
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the records."""
         return LayerRuns, ()
 
     def keep(self, ran: Ran, checkpoints: Sequence[Checkpoint]) -> None:
-        """Record a forward for each of these checkpoints that runs for the first time."""
+        """Record a forward for each of these checkpoints that is in the first run, not in a recomputation."""
         for each in checkpoints:
             if not each.again:
                 self._ran.setdefault(each.frame, []).append(ran)
@@ -148,8 +149,9 @@ class LayerRuns:
 
 
 def spec_among_others(core: LayerState) -> BoundSpec:
-    """Implement `LinearCore.active_spec` for a layer that may run under other specs or scales: in a region, in a checkpoint,
-    with delayed scales that no attached optimizer updates, or after a recipe change."""
+    """Implement `LinearCore.active_spec` for a forward that may run under another spec than that of the layer, or under other
+    scales than those in the table: after a layer of the model has run in an autocast region, in a checkpoint, with delayed
+    scales that no attached optimizer updates, or after a recipe change."""
     if core.ran_under.recipe_changed:
         _check_no_recomputation(core)
     session, checkpoints = core.session, _checkpoints()
@@ -161,7 +163,8 @@ def spec_among_others(core: LayerState) -> BoundSpec:
 
 
 def _first(core: LayerState, region: Region | None) -> Ran:
-    """Return the record of a forward that is not a recomputation."""
+    """Return a new record for a forward that repeats no recorded forward. Raises ValueError if a CUDA graph is captured in an
+    autocast region without an attached optimizer."""
     bound, session = core.bound if region is None else region.spec_for(core), core.session
     if region is not None and not session.attached and capturing():
         raise ValueError(
@@ -177,8 +180,8 @@ def _first(core: LayerState, region: Region | None) -> Ran:
 
 
 def _again(core: LayerState, checkpoints: list[Checkpoint]) -> Ran:
-    """Return the record of the forward that is recomputed, or, if this forward is not known, a new record outside of regions.
-    Raises ValueError if the unknown forward may have run in an autocast region."""
+    """Return the record of the forward that is recomputed, or, if that forward was not recorded, a new record with the spec of
+    the layer outside of regions. Raises ValueError if a forward without a record may have run in an autocast region."""
     ran = core.ran_under.next(checkpoints)
     if ran is not None:
         return ran
@@ -192,7 +195,7 @@ def _again(core: LayerState, checkpoints: list[Checkpoint]) -> Ran:
 
 def _check_no_recomputation(core: LayerState) -> None:
     """Raise ValueError if the first run of a layer after a recipe change is in a backward that recomputes an unknown forward
-    (`use_reentrant=True`): y and the gradients would have different recipes."""
+    (`use_reentrant=True`), because y and the gradients would have different recipes."""
     if not in_backward():
         core.ran_under.recipe_changed = False
     elif not any(each.again for each in _checkpoints()):
@@ -204,7 +207,7 @@ def _check_no_recomputation(core: LayerState) -> None:
 
 def check_compiled(bound: BoundSpec) -> None:
     """Raise ValueError if a forward in an autocast region runs under a spec that the region did not choose, because compiled
-    code cannot look up the region and would ignore it."""
+    code cannot look up the region."""
     region = REGION.get()
     if region is not None and bound not in region.resolved and not in_backward():
         raise ValueError(

@@ -213,8 +213,8 @@ def parts_of(operands: Sequence[QuantizedTensor]) -> list[Tensor]:
 
 
 def backward(ctx: Any, run: Run, dys: Sequence[Tensor | None], finish: Finish = NO_FINISH) -> Sequence[Any]:
-    """Compute the gradients of [x, *weights, *biases] from dy_i. None stands for a gradient that is not needed, and for a dw_i
-    that is delayed or accumulated into a main gradient."""
+    """Compute the gradients of [x, *weights, *biases] from dy_i. None stands for a gradient that is not needed, and for a
+    delayed dw_i. For a dw_i that is accumulated into a main gradient, return `LayerWeights.written`: None or zeros."""
     call, saved = run[0], ctx.saved_tensors
     needs, has_dy = ctx.needs_input_grad[2:], tuple([dy is not None for dy in dys])
     wanted, places = call.wanted.get((needs, has_dy)) or call.wants(needs, has_dy)
@@ -239,7 +239,7 @@ LINEAR = Passes(forward, backward)
 
 
 def _targets(call: BoundCall, wanted: GradsWanted, weights: Sequence[Tensor]) -> list[Target | None]:
-    """Return the target of the wgrad of each used member; None for a wgrad that is returned to autograd.
+    """Return the target of the wgrad of each used member; None for a wgrad that is not wanted or is returned to autograd.
 
     The list is empty if all wgrads are returned to autograd (as in a backward under a dispatch mode), and for delayed
     wgrads."""

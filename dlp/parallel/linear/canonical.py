@@ -50,7 +50,7 @@ def token_gemm(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute `dlp.parallel.linear.functional.token_gemm` in the canonical order. Raises ValueError for a GEMM that accumulates
-    or scales."""
+    or has an alpha."""
     ranks, pairs = 1 if reduce is None else spec.tp, []
     for a, gemm in zip(operands, gemms, strict=True):
         assert a is not None, "this orientation was not requested"

@@ -3,9 +3,9 @@
     y, a dense tensor  ──quantize_x──►  Codes(y) [rowwise parts, columnwise parts]  ──linear_fwd──►  y of the next linear
 
 In traced calls ops pass dense tensors, since autograd passes dense gradients. An op returns the parts of the operands of x as
-further dense tensors, and they are stored in an attribute of the Python object x, which torch.compile follows from module to
-module. The result of an operation on x has no codes, and if x was written to after the cast, its codes are ignored: the next
-linear then casts x itself.
+further dense tensors, which are stored in an attribute of the Python object x, which torch.compile follows from module to
+module. The result of an operation on x has no codes, and if x was written to after the cast, the codes of x are ignored: the
+next linear then casts x.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def quantize_x(
     x: Tensor, spec_id: Tensor | None, trace_id: int, wgrad: bool, record: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Cast x [..., K] as a linear casts x. Return the rowwise parts and, if backward reads x columnwise, the columnwise parts.
-    If only the linear itself can cast x, return empty lists; if the linear is known and its recipe quantizes x, log the reason.
+    If only the linear itself can cast x, return empty lists, and, if the linear is known and its recipe quantizes x, log the
+    reason.
 
     spec_id   identifies the linear; None: any linear that casts x by the recipe of `trace_id` and shares no scales over ranks
     wgrad     whether backward reads x
@@ -203,7 +204,7 @@ class Reader:
         return self.with_codes(x, *parts) if parts[0] else x
 
     def serves(self, bound: BoundSpec, save: bool) -> bool:
-        """Whether a linear with this bound spec can use the operands. save: whether its backward reads x."""
+        """Whether a linear with this bound spec can use the operands. save: whether the backward of the linear reads x."""
         if save and not self.wgrad:
             return False
         if self.bound is not None:

@@ -5,15 +5,15 @@
     dw [N, K] = dy [M, N].T @ x [M, K]            wgrad    dy columnwise [N, M]  x columnwise [K, M]
     db [N]    = dy [M, N].sum(0)
 
-    M     number of tokens; under sequence parallelism of all R ranks of tp together, so that one rank has M/R
+    M     number of tokens; under sequence parallelism the tokens of all R tp ranks together, so that each rank has M/R
     N, K  out_features and in_features of w on this rank
-    COLUMN_SP   forward gathers x [M/R, K]; backward scatters dx [M/R, K]
-    ROW_SP      forward scatters y [M/R, N]; backward gathers dy [M/R, N]
+    COLUMN_SP   forward gathers x [M/R, K]; backward reduce-scatters dx to [M/R, K]
+    ROW_SP      forward reduce-scatters y to [M/R, N]; backward gathers dy [M/R, N]
 
     forward   quantize x, start the gather of x
               y = token_gemm(x rowwise, w rowwise)
-              save x of this rank's tokens, quantized
-    backward  quantize dy, start the gathers: first of the operand of dgrad, which is needed first
+              save x of this rank's tokens, in the form `LinearPlan.kept`
+    backward  quantize dy, start the gathers: first the gather for dgrad, which runs before wgrad
               dx = token_gemm(dy rowwise, w columnwise); the reduction of dx runs under wgrad
               dw = contract_gemm(dy columnwise, x columnwise), now or in `backward_dw`
 
@@ -233,7 +233,8 @@ def _operands_of_wgrads(
 
 
 def _changed_dx(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor]) -> Tensor:
-    """Set dx [M, K] to 0 where x was clipped, and round dx by the recipe's quantizer of dx, if the recipe has these."""
+    """If the recipe clips x, set dx [M, K] to 0 where x was clipped. If the recipe has a quantizer of dx, round dx by this
+    quantizer."""
     recipe = bound.spec.recipe
     if recipe.x.clips:
         clipped = recipe.x.rowwise.format.wrap(saved).parts[-1]

@@ -1,7 +1,7 @@
 """The linear as two opaque ops, `dlp::linear_fwd` and `dlp::linear_bwd`, for calls under torch.compile, a dispatch mode or fake
 tensors ("traced or watched" calls).
 
-The ops take tensors and two identifiers (`dlp.parallel.linear.state`). The `LinearPlan` defines the shapes of their results.
+The ops take tensors and two identifiers (`dlp.parallel.linear.state`). The `LinearPlan` defines the shapes of the results.
 Streams, groups and collectives are not visible outside of the ops. `OpaqueLinearFn` is the autograd function around the ops,
 which torch.compile traces.
 """
@@ -208,7 +208,7 @@ class OpaqueLinearFn(torch.autograd.Function):
     handed         (number of rowwise parts, number of columnwise parts) in `codes`
     save, record   as in `linear_forward`
     delay          `delay_wgrad` of the spec
-    cached         parts of the weight operands that the step boundary cast, in both orientations; empty: not cast there
+    cached         parts of the weight operands that the step boundary cast, in both orientations; empty: there are none
     codes          parts of x that `dlp::quantize_x` returned (`dlp.parallel.linear.codes`); empty: the linear casts x
     """
 
@@ -221,7 +221,7 @@ class OpaqueLinearFn(torch.autograd.Function):
         cached, codes = list(tensors[2 * count : end]), list(tensors[end:])
         ys, kept = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec_id, trace_id, save, record, codes)
         if codes:
-            kept = codes[handed[0] :] or codes  # columnwise if they were cast
+            kept = codes[handed[0] :] or codes  # the columnwise parts if they were cast, else the rowwise parts
         saved = to_save(x, kept, save)
         ctx.trace_id, ctx.count, ctx.delay, ctx.num_saved = trace_id, count, delay, len(saved)
         ctx.x_shape, ctx.x_dtype, ctx.num_codes = x.shape, x.dtype, len(codes)

@@ -1,12 +1,12 @@
 """LinearPlan: the casts, agreements, transfers, GEMMs, reductions and saved tensors of a linear, decided once per
 (spec, number of tokens).
 
-    fprop  y  [M, N]   x rowwise [M, K]       w rowwise [N, K]      x columnwise [K, M] is kept for wgrad
+    fprop  y  [M, N]   x rowwise [M, K]       w rowwise [N, K]      x is saved for wgrad (`kept`)
     dgrad  dx [M, K]   dy rowwise [M, N]      w columnwise [K, N]
     wgrad  dw [N, K]   dy columnwise [N, M]   x columnwise [K, M]
 
-The plan is a pure function of a recipe, a row of the style table, the number of tp ranks and the tokens of this rank. No other
-code repeats these decisions. The plan is read by
+The plan is a pure function of the arguments of `linear_plan`: a recipe, a row of the style table, the number of tp ranks, the
+tokens of this rank, and the options and groups of the layer. No other code repeats these decisions. The plan is read by
 
     dlp.parallel.linear.functional    to execute the GEMMs and reductions
     dlp.parallel.linear.quantize      to execute the routes of x and dy
@@ -15,7 +15,7 @@ code repeats these decisions. The plan is read by
     dlp.parallel.traffic.predict      to predict bytes. The observer that counts bytes does not read the plan
 
 A `Route` lists the casts and gathers of x or dy before a GEMM. If the cast shards of all ranks concatenate to the cast of all
-tokens, shards are cast, then gathered; else the values are gathered in high precision, then cast:
+tokens, shards are cast, then gathered; else, or if `gather_dy` is "high_precision", values are gathered, then cast:
 
     x [M/R, K] of this rank  ──cast──►  operand of M/R tokens  ──gather──►  operand of M tokens
                              ──gather──►  x [M, K]             ──cast──►    operand of M tokens
@@ -127,11 +127,12 @@ class Gathered:
 class Route:
     """Casts and gathers of x or dy, from the tokens of this rank to the GEMMs.
 
+    tensor        "x" or "dy"
     cast_before   orientations that are cast from the tokens of this rank, before the gathers
     gathers       the gathers, in the order in which they start
     cast_after    orientations that are cast from the gathered values of all ranks
     reasons       for each orientation in `cast_after` the reason why the cast is not before the gather, else None
-    casts         returns the cast plan of (orientations, whether the values have been gathered); None: only shapes are needed
+    casts         returns the cast plan of (orientations, whether the values have been gathered); set by `linear_plan`
     """
 
     tensor: str
@@ -193,7 +194,7 @@ class LinearPlan:
 
     tokens         rows of x and dx on this rank
     y_tokens       rows of y and dy on this rank; differs from `tokens` if x is gathered or y is scattered
-    x              the routes of x to fprop, indexed by whether backward will compute wgrad
+    x              the routes of x to fprop, indexed by whether forward saves x for backward
     kept           the form in which forward saves x for wgrad: "values" (x itself), the "rowwise" or the "columnwise" operand
     x_again        the route of the saved x to wgrad, in backward
     dys            the routes of dy, by (whether dgrad reads dy, whether wgrad reads dy)
@@ -342,7 +343,7 @@ def linear_plan(
         return cast_plan(style, recipe, tensor, orientations, rows, whole=gathered, own_group=own_group, group=group)
 
     def decided(route: Route) -> Route:
-        """Complete a route by its casts, and its gathers by formats and overlap strategies."""
+        """Add the casts to a route, and the formats and overlap strategies to the gathers of the route."""
         quantizers: Operand = getattr(recipe, route.tensor)
         gathers = []
         for each in route.gathers:
@@ -367,7 +368,7 @@ def linear_plan(
 class GradsWanted(NamedTuple):
     """Gradients that a backward computes.
 
-    used     indices of the members whose y has a gradient; a sibling whose y is not used has none
+    used     indices of the members whose y has a gradient; a sibling whose y is not used has no gradient
     dx       whether the gradient of x is wanted
     dw, db   for each used member, whether the gradient of the weight and of the bias is wanted
     dtype    dtype of x and dx
@@ -451,7 +452,7 @@ def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
     """Return the form in which forward saves x for wgrad.
 
     values       wgrad reads x in high precision, or x is gathered in high precision for wgrad
-    rowwise      the columnwise operand is the transposed rowwise operand, by a view, or after the gather of x in backward
+    rowwise      the columnwise operand is the transposed rowwise operand, and the transposition is a view or x is gathered
     columnwise   in all other cases
     """
     derived, gathered = recipe.derives("x", tokens), style.gathers == "x"
@@ -464,7 +465,7 @@ def _kept(recipe: Recipe, style: ParallelStyle, tokens: int) -> str:
 
 
 def _x(recipe: Recipe, style: ParallelStyle, tokens: int, kept: str) -> Route:
-    """Return the route of x to fprop. `kept`: the form in which x is saved for wgrad; "": no wgrad will read x."""
+    """Return the route of x to fprop. `kept`: the form in which x is saved for wgrad; "": x is not saved."""
     columnwise = kept == "columnwise"
     if style.gathers != "x":
         return Route("x", (True, columnwise))

@@ -44,7 +44,7 @@ from dlp.quant.quantizer import Origin, Wanted
 from dlp.quant.recipe import Operand
 from dlp.quant.tensor import QuantizedTensor
 
-OPERANDS = "operands"  # the attribute of an x or dy that arrives quantized (`dlp.ops.handed.Handed`)
+OPERANDS = "operands"  # attribute with the operands of an x or dy that arrives quantized (`dlp.ops.handed.Handed`)
 NOTHING = Operands(None, None)
 LayerInput = Values | Produced  # x or dy: a stored tensor, or a lazy matrix
 # an operand on this rank, or an operand whose gather has started
@@ -74,8 +74,8 @@ def quantize(
 class Quantized(NamedTuple):
     """x or dy after the casts.
 
-    rowwise, columnwise   an operand on this rank; or a gather that has started, columnwise as the function that waits for it;
-                          None: this orientation was not requested
+    rowwise, columnwise   an operand on this rank; if the operand is gathered, `rowwise` is the gather that has started, and
+                          `columnwise` a function that waits for the gather; None: this orientation was not requested
     own                   the operands that were cast from the tokens of this rank
     """
 
@@ -92,10 +92,10 @@ def quantize_route(
     members: Sequence[str],
     record: bool = True,
 ) -> list[Quantized]:
-    """Quantize x or dy_i [M/R, features] of this rank, with one amax agreement for all, and start the gathers.
+    """Quantize x or dy_i [M/R, features] of this rank, with one amax agreement for all values, and start the gathers.
 
-    An operand is cast directly into the output buffer of its gather if `Gathered.leased` is true. Values that already have
-    operands (`OPERANDS`) are not cast.
+    An operand is cast directly into the output buffer of its gather if `Gathered.leased` is true. Nothing is cast if all values
+    already have operands (`OPERANDS`).
     """
     leases, own = list[Lease | None](), [getattr(value, OPERANDS, NOTHING) for value in values]
     if route.before is not None and any([each is NOTHING for each in own]):
@@ -121,8 +121,8 @@ def quantize_route(
 
 
 def _leases(plan: LinearPlan, route: Route, values: Values) -> tuple[list[Lease | None], Wanted]:
-    """Return the lease (output buffer) of each gather of the route, and the storage into which both orientations of `values`
-    [M/R, features] are cast."""
+    """Return the lease (output buffer) of each gather of the route, and for each orientation the storage into which `values`
+    [M/R, features] are cast; None: the cast allocates the storage."""
     leases = [_lease(plan, route, each, values) for each in route.gathers]
     storage: list[QuantizedTensor | None] = [None, None]
     for each, lease in zip(route.gathers, leases, strict=True):
@@ -132,8 +132,8 @@ def _leases(plan: LinearPlan, route: Route, values: Values) -> tuple[list[Lease 
 
 
 def _lease(plan: LinearPlan, route: Route, gathered: Gathered, values: Values) -> Lease | None:
-    """Return the output buffer of a gather, whose segment of this rank receives the cast of values [M/R, features]; None if the
-    operand is cast into separate storage (`Gathered.leased`)."""
+    """Return the output buffer of a gather. The cast of values [M/R, features] is written into this rank's segment of the
+    buffer. None: the operand is cast into separate storage, since `Gathered.leased` is false."""
     if not gathered.leased:
         return None
     assert gathered.format is not None and gathered.overlap is not None and plan.spec is not None
@@ -152,7 +152,7 @@ def start_gather(
     own: QuantizedTensor,
     lease: Lease | None = None,
 ) -> Gather:
-    """Start gathering this rank's operand `own`. If `lease` is given, `own` has been cast into it."""
+    """Start gathering this rank's operand `own`. If `lease` is given, `own` has been cast into the lease."""
     group, overlap = bound.spec.group, gathered.overlap
     assert overlap is not None and group is not None
     if bound.session.before_gather is not None:
@@ -189,8 +189,8 @@ def as_matrix(x: LayerInput) -> Any:
 
 
 def saved_x(bound: BoundSpec, plan: LinearPlan, saved: Sequence[Tensor]) -> Columnwise:
-    """Return x columnwise, the operand of wgrad, from the parts or the x [..., K] that forward saved. If x is gathered, this
-    function starts the gather."""
+    """Return x columnwise, the operand of wgrad, from the parts or the x [..., K] that forward saved. If x is gathered, start
+    the gather, and return a function that waits for the gather."""
     route = plan.x_again
     if plan.kept == "values":
         (quantized,) = quantize_route(bound, plan, route, [as_matrix(saved[0])], bound.spec.members[:1])
@@ -211,8 +211,8 @@ def whole(operand: Columnwise | None) -> QuantizedTensor:
 
 
 def outliving(operand: Columnwise | None, group: ProcessGroup | None) -> QuantizedTensor:
-    """Wait for an operand that will be read after this pass. A gathered operand is copied if `group` has a transport,
-    because the transport reuses the memory for later gathers."""
+    """Wait for an operand that will be read after this pass, and return it. A gathered operand is copied if `group` has a
+    transport, because the transport reuses the memory for later gathers."""
     arrived = whole(operand)
     if isinstance(operand, QuantizedTensor) or group is None:
         return arrived
@@ -293,7 +293,7 @@ def accepted(bound: BoundSpec, value: Any, tensor: str) -> Any:
     """Check an x or dy that arrives quantized (`dlp.ops.handed.Handed`).
 
     If this layer cast the tensor, or would cast it to the same operands, return the tensor unchanged. Otherwise log a line and
-    return the decoded tensor, which the layer quantizes a second time. Raises ValueError if the tensor is `strict`, which
+    return the decoded tensor, which the layer quantizes a second time, or raise ValueError if the tensor is `strict`, which
     forbids a second quantization."""
     spec, record = bound.spec, value.cast_record
     if record.bound is bound:
@@ -358,7 +358,7 @@ def cast_context(
 
 def weight_casts(bound: BoundSpec, member: str, weight: Tensor, value: Tensor, into: Wanted = NOWHERE) -> list[Cast]:
     """Return the casts that `quantize(bound, "w", [weight], BOTH)` would run, so that they can run in one batch with casts of
-    other layers. `value`: the weight, padded to `operand_shape`."""
+    other layers. `value`: the weight, rounded to the dtype of x and padded to `operand_shape`."""
     plan = _plan(bound, "w", BOTH, False, value.shape[0])
     return casts_of(plan, value, cast_context(bound, plan, member, weight.shape, value.device, True), into)
 
@@ -372,8 +372,8 @@ def _tensor_id(name: str) -> int:
 def _origin(
     bound: BoundSpec, plan: CastPlan, member: str, shape: Sequence[int], padded: Sequence[int], columnwise: bool
 ) -> Origin:
-    """Return the position of this rank's matrix in the unsharded matrix, which tp shards along one dimension and data
-    parallelism along the tokens. `columnwise`: return the position in the transposed matrix."""
+    """Return the position of this rank's matrix in the unsharded matrix. tp shards the matrix along one dimension, and data
+    parallelism along the tokens (except w). `columnwise`: return the position in the transposed matrix."""
     spec, session, tensor = bound.spec, bound.session, plan.tensor
     cut = None if plan.whole else spec.style.cut(tensor)
 

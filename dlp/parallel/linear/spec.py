@@ -250,8 +250,8 @@ def check_extras(layer: str, recipe: Recipe, options: LayerOptions, return_bias:
 
 
 def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequence[int], tp: int) -> None:
-    """Raise ValueError if tp would cut a block of x or w under a recipe of quantization-aware training, which trains for the
-    codes of the unsharded tensor. `shape`: shape of the unsharded weight [N, K]."""
+    """Raise ValueError if tp would cut a quantization block of x or w under a recipe of quantization-aware training, which
+    trains for the codes of the unsharded tensor. `shape`: shape of the unsharded weight [N, K]."""
     if tp == 1 or not is_fake(recipe):
         return
     features = ("out_features", "in_features")
@@ -266,7 +266,8 @@ def check_blocks(layer: str, recipe: Recipe, style: ParallelStyle, shape: Sequen
 
 
 def owners(members: tuple[str, ...], tensor: str) -> tuple[str, ...]:
-    """Return the members to which `tensor` belongs: all members, but for x and dx, which siblings share, the first member."""
+    """Return the members to which `tensor` belongs: the first member for x and dx, which siblings share; all members for other
+    tensors."""
     return members[:1] if tensor in ("x", "dx") else members
 
 
@@ -280,7 +281,7 @@ def _slot_name(recipe: Recipe, tensor: str, member: str, columnwise: bool) -> st
 
 def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[str, SlotOptions]]:
     """Return (tensor, options) by slot name, for each tensor that a layer with these members casts with a delayed
-    scale. A tensor whose quantizer has two scales also has a slot with the suffix ".second"."""
+    scale. A tensor whose scale has two numbers also has a slot with the suffix ".second"."""
     slots: dict[str, tuple[str, SlotOptions]] = {}
     for tensor in (*OPERANDS, *RESULTS):
         quantizers = recipe.of(tensor)
@@ -291,7 +292,7 @@ def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[s
                 for member in owners(members, tensor):
                     name = _slot_name(recipe, tensor, member, columnwise)
                     slots[name] = tensor, options
-                    if options.numbers == 2:  # the next slot of the table, because the options are otherwise equal
+                    if options.numbers == 2:  # the slot after `name` in the table, since amax options are equal
                         slots[f"{name}.second"] = tensor, replace(options, numbers=1)
     return slots
 
@@ -308,8 +309,8 @@ def spec_of(trace_id: int) -> LinearSpec:
 
 
 def trace_of(spec: LinearSpec) -> int:
-    """Return the trace_id of a spec: a hash of style, recipe, tp, options and the sources of this package. Ops of specs with
-    equal trace_id return equally many tensors of equal shapes.
+    """Return the trace_id of a spec: a hash of style, recipe, tp, options and the sources of this package. For all specs with
+    equal trace_id, an op on inputs of equal shapes returns the same number of tensors, with the same shapes.
 
     The trace_id is a hash and not a counter, because inductor uses such constants in the keys of the cache on disk: a process
     with other recipes, or with another version of this package, must not find a graph that was compiled for other shapes."""

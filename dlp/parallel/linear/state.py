@@ -7,8 +7,8 @@
 
     LocalWeight     (weight/local.py)    the complete parameter is on this rank. The step boundary casts it, and forward and
                                          backward read the operands; without a step boundary, each pass casts it
-    ManagedWeight   (weight/fsdp2.py)    a LocalWeight whose parameter FSDP manages and, on one rank, does not shard; the layer
-                                         may see a copy of the parameter
+    ManagedWeight   (weight/fsdp2.py)    a LocalWeight whose parameter FSDP manages but does not shard, because dp_shard has one
+                                         rank; the layer may see a copy of the parameter
     HeldWeight      (weight/held.py)     only codes and scales exist, no high-precision parameter
     ShardedWeight   (weight/sharded.py)  FSDP shards the rows. Each rank casts its rows at the step boundary; passes gather
                                          the operands
@@ -18,7 +18,7 @@ The step boundary casts all weights of a model together (`refresh`): their value
 
 The opaque ops take tensors and two identifiers. `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs.
 `trace_id`, an integer from `dlp.parallel.linear.spec.trace_of`, identifies all specs with results of equal shapes. For
-torch.compile trace_id is a constant and spec_id an input, so that equal blocks share one compiled graph.
+torch.compile trace_id is a constant and spec_id an input, so that equal transformer blocks share one compiled graph.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _NUMBERS = itertools.count()
 def remembered(
     compute: Callable[Concatenate[BoundSpec, Params], Result],
 ) -> Callable[Concatenate[BoundSpec, Params], Result]:
-    """Cache the results of a function or method whose first argument is a `BoundSpec` in `BoundSpec.cache`, by the further
-    positional arguments. The results stay valid, since a spec never changes."""
+    """Decorator for a function or method whose first argument is a `BoundSpec`: store results in `BoundSpec.cache`, by function
+    and further positional arguments. The results stay valid, since a spec never changes."""
 
     @wraps(compute)
     def cached(bound: BoundSpec, *args: Params.args, **none: Params.kwargs) -> Result:
@@ -177,10 +177,10 @@ class StepState(PassState):
         return new
 
     def share(self, memo: dict[int, Any]) -> None:
-        """Add the objects that a copy of this state shares with it to `memo`, the memo of `copy.deepcopy`."""
+        """Add the objects that a copy shares with this state to `memo`, the memo of `copy.deepcopy`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise ValueError for a model with process groups, which cannot be pickled."""
+        """Return the state to pickle. Raises ValueError for a model with an amax group, since groups cannot be pickled."""
         if self.amax_group is not None:
             cannot_pickle(self.cores[0].spec.name)
         bounds = [core.bound for core in self.cores]
@@ -239,7 +239,7 @@ class BoundSpec:
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        """Raise ValueError for a layer with a process group, which cannot be pickled."""
+        """Return the state to pickle. Raises ValueError for a layer with a process group, which cannot be pickled."""
         if self.spec.group is not None or self.spec.amax_group is not None:
             cannot_pickle(self.spec.name)
         return {
@@ -278,8 +278,8 @@ def plan_for(spec: LinearSpec, tokens: int) -> LinearPlan:
 
 
 def waits(delay: bool | None, needs_dx: bool) -> bool:
-    """Whether wgrads are delayed until `backward_dw`: the option delay_wgrad is on, and dx is wanted. Without dx the op would
-    have no results, and torch.compile would remove it; nor would a delay gain anything."""
+    """Whether wgrads are delayed until `backward_dw`: the option delay_wgrad is on, and dx is wanted. Without dx
+    `dlp::linear_bwd` could have no results, so that torch.compile would remove this op, and a delay would gain nothing."""
     return bool(delay) and needs_dx
 
 
@@ -379,7 +379,7 @@ class Weight:
     gathered      whether FSDP shards the weight, so that its operands are gathered for each pass
     held          whether only codes exist, and the parameter is a placeholder
     fresh         whether the step boundary has cast the current values
-    why           reason why the weight is gathered in high precision although the recipe quantizes it; None: it is not
+    why           reason for a gather in high precision although the recipe quantizes w; None: there is no such gather
     noted         the reason `why` that was logged last; None: nothing was logged
     """
 
@@ -433,8 +433,8 @@ class Weight:
     def check(self, recipe: Recipe) -> None:
         """Raise ValueError for a recipe under which the layer cannot run.
 
-        This base class checks only blocks (`check_blocks`): any recipe can cast values, and weights whose codes cannot be
-        gathered are gathered in high precision."""
+        This base class checks only quantization blocks (`check_blocks`): any recipe can cast values, and weights whose codes
+        cannot be gathered are gathered in high precision."""
         spec, stored = self.bound.spec, self.stored
         if stored is not None:
             check_blocks(spec.name, recipe, spec.style, stored.shape, spec.tp)
@@ -444,8 +444,8 @@ class Weight:
         return False
 
     def drop(self, *, retyped: bool = False) -> None:
-        """Discard the operands, since the recipe changed, or the values changed outside of an optimizer step; `retyped`: since
-        the dtype of x changed."""
+        """Discard the operands, because the recipe changed or the values changed outside of an optimizer step, or, if `retyped`
+        is true, because the dtype of x changed."""
         raise NotImplementedError
 
     def shown(self, *, written: bool) -> AbstractContextManager[None]:
@@ -487,7 +487,7 @@ class LayerWeights:
         return iter(self.members)
 
     def set(self, members: Sequence[Weight]) -> None:
-        """Set the `Weight` of each member, and update what depends on them."""
+        """Set the `Weight` of each member, and update the attributes that depend on the weights."""
         self.members = list(members)
         self._gathered = any(weight.gathered for weight in members)
         self.held = any(weight.held for weight in members)
@@ -503,7 +503,7 @@ class LayerWeights:
 
     def operands_for(self, bound: BoundSpec, dtype: torch.dtype) -> WeightParts | None:
         """Return the operands from the step boundary, if a pass under this spec with x of `dtype` can read them; None: call
-        `read`. If `dtype` differs from the dtype of the last run under the layer's spec, discard operands of the last dtype."""
+        `read`. If `dtype` differs from the dtype of the last run under the layer's spec, discard the operands of that run."""
         if bound is not self.layer.bound:
             return self.parts if all([weight.serves(bound.spec) for weight in self.members]) else None
         if self.dtype != dtype:  # the next step boundary casts for the new dtype
@@ -612,7 +612,7 @@ def note_reasons(weights: Sequence[Weight]) -> None:
         its[0].bound.session.note(f"w is gathered in high precision: {why} [{some}]")
 
 
-@torch.inference_mode(False)  # later boundaries write into the operands that this boundary allocates
+@torch.inference_mode(False)  # since later step boundaries write into the operands that this call allocates
 @torch.no_grad()
 def refresh(session: StepState, weights: Sequence[Weight]) -> None:
     """Cast these weights of a model in one batch, and store the operands in the weights. All ranks call this function

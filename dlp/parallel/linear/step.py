@@ -39,7 +39,7 @@ BACKWARD = ("dx", "dy")  # tensors that backward casts
 
 
 class CastName(NamedTuple):
-    """Name of a flag: a tensor ("x", "w", "y", "dx", "dy") and the member of the layer."""
+    """Name of a flag: the tensor ("x", "w", "y", "dx" or "dy"), and the name of a member of the layer."""
 
     tensor: str
     member: str
@@ -49,11 +49,11 @@ class CastName(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A block of flags.
+    """Memory for flags on one device.
 
     now      fp32 [size], flags of the running step
     closed   fp32 [size], flags of the previous step
-    names    names of the flags in use, which are the first of the block
+    names    names of the flags in use, which are the first elements of `now` and `closed`
     """
 
     now: Tensor
@@ -66,16 +66,16 @@ class _Piece(NamedTuple):
 
 
 class Flags:
-    """The flags of one model. The flags of a layer are allocated at its first cast. Their memory does not move, since captured
-    launches write to it. `views`: the flag fp32 [] by (member, tensor, device)."""
+    """The flags of one model. The flags of a layer are allocated at its first cast. The memory of a flag does not move,
+    since captured launches write to this memory. `views`: the flag fp32 [] by (member, tensor, device)."""
 
     def __init__(self) -> None:
         self.views: dict[tuple[str, str, torch.device], Tensor] = {}
         self._pieces: list[_Piece] = []
 
     def reserve(self, members: Sequence[str], device: torch.device, expected: int) -> None:
-        """Allocate flags for all tensors of the layer with these members. `expected`: the number of members of all layers, by
-        which a new block is sized."""
+        """Allocate flags for all tensors of the layer with these members. `expected`: the number of members of all layers,
+        from which the size of a new `_Piece` follows."""
         names = [
             CastName(tensor, member)
             for tensor in (*FORWARD, *BACKWARD)
@@ -122,21 +122,21 @@ class Flags:
 
 
 def bad_casts(names: Sequence[CastName | None], flags: Sequence[float]) -> list[tuple[int, CastName]]:
-    """Return (index, name) of each flag that is set. `flags`: the value of each flag, in the order of `names`."""
-    found = enumerate(zip(names, flags, strict=False))  # `names` may have grown since
+    """Return (index, name) of each flag that is NaN. `flags`: the value of each flag, in the order of `names`."""
+    found = enumerate(zip(names, flags, strict=False))  # flags may have been added since the copy
     return [(place, name) for place, (name, flag) in found if name is not None and math.isnan(flag)]
 
 
 class UpdateAfterBackward(NamedTuple):
-    """Marker on the scales of a forward in an autocast region: the scales of dy are updated at the end of the backward, with
-    amaxes agreed over `group` (None: the amax group of the model)."""
+    """Marker on the scales of a forward in an autocast region: the scales of dy and dx are updated at the end of the backward,
+    with amaxes agreed over `group` (None: the amax group of the model)."""
 
     group: ProcessGroup | None
 
 
 class Draw:
     """Counter of stochastic rounding during a microbatch. `value`: copy of the counter, int64 []; None: the counter of the
-    model still has this value, or nothing will read it."""
+    model still has the value of the microbatch, or no pending backward needs this value."""
 
     value: Tensor | None = None
 
@@ -163,10 +163,10 @@ class PassState:
     lone         whether the state belongs to one explicitly constructed layer; each forward with gradients is then a microbatch
     groups       the process groups of this rank, by axis of the mesh
 
-    The table of scales is created when it is first needed. The table has a row for every layer of the model, whether or not the
-    layer runs on this rank, so that tables are equal on all ranks, and one all-reduce of the staging row agrees on all amaxes.
-    Scales change at the step boundary. Under `autocast` without a step boundary, the scales of x and w change when the region
-    ends, and the scales of dy at the end of the backward of the layers that ran in the region.
+    The table of scales is created when it is first needed. The table has slots for every layer of the model, whether or not the
+    layer runs on this rank, so that tables are equal on all ranks, and one all-reduce of `staging` agrees on all amaxes.
+    Scales change at the step boundary. Under `autocast` without a step boundary, the scales of x, w and y change when the
+    region ends, and the scales of dy and dx at the end of the backward of the layers that ran in the region.
     """
 
     def __init__(
@@ -186,16 +186,16 @@ class PassState:
         self.drawn_again: Tensor | None = None  # the counter before `resume`, which `end_layer_backward` restores
         self.flags = Flags()
         self.stats: StatsTable | None = None
-        self.draws = False  # a layer rounds stochastically, so microbatches are counted
+        self.draws = False  # whether a layer rounds stochastically, so that microbatches are counted
         # passes
-        self.attached = False  # an optimizer's step is the step boundary
+        self.attached = False  # whether the step of an optimizer runs the step boundary (`dlp.attach`)
         self.ran: set[tuple[str, ...]] = set()  # layers that ran with gradients since the last boundary, by members
         self.last: LinearSpec | None = None  # spec of the layer that ran last
         self.last_pass = "forward"  # pass in which the last layer ran
-        self.regions = False  # a layer has run in an autocast region
-        self.graphing = False  # inside `dlp.graphing`
+        self.regions = False  # whether a layer has run in an autocast region
+        self.graphing = False  # whether the program is inside `dlp.graphing`
         self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
-        self._task: int | None = None  # id of the backward at whose end the scales of dy will be updated
+        self._task: int | None = None  # id of the backward at whose end the scales of dy and dx will be updated
         self.before_gather: Callable[..., None] | None = (
             None  # called before a gather, with the arguments of `check_gathered`
         )
@@ -270,7 +270,7 @@ class PassState:
 
     def in_layer_backward(self, spec: LinearSpec) -> None:
         """Begin a backward of a layer; if the forward ran in an autocast region without a step boundary, schedule the update of
-        the scales of dy. Raises RuntimeError if partial gradients would not be summed."""
+        the scales of dy and dx. Raises RuntimeError if partial gradients would not be summed."""
         self.last, self.last_pass = spec, "backward"
         if self.check_gradients is not None:
             self.check_gradients()
@@ -278,7 +278,7 @@ class PassState:
             self._update_after_backward(self.scales.behind.group)
 
     def _update_after_backward(self, group: ProcessGroup | None) -> None:
-        """Schedule one update of the scales of dy in all layers, which runs at the end of the running backward."""
+        """Schedule one update of the scales of dy and dx of all layers, at the end of the running backward."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
@@ -319,14 +319,14 @@ class PassState:
     # ---- microbatches
 
     def advance(self) -> None:
-        """Begin a microbatch; not in a backward, which recomputes a forward."""
+        """Begin a microbatch. In a backward do nothing, because a forward there is a recomputation."""
         if not in_backward():
             self.keep_draw()
             self.count_microbatch()
 
     def keep_draw(self) -> None:
-        """Prepare a change of the counter: copy the counter for backwards of the last microbatch that are pending. Only a
-        pending backward still refers to the `Draw` of that microbatch."""
+        """Prepare a change of the counter: copy the counter if backwards of the last microbatch are pending. Only
+        pending backwards still refer to the `Draw` of that microbatch."""
         self._restore_counter()  # in case that a backward raised an exception after `resume`
         last = weakref.ref(self.now.draw)
         self.now = self.now._replace(draw=Draw())
@@ -368,7 +368,8 @@ class PassState:
         return made
 
     def rebuild(self) -> None:
-        """Rebuild the table of scales after recipe changes; slots that exist in both tables keep their state."""
+        """Rebuild the table of scales after recipe changes. Slots with the same name and options in both tables keep their
+        state."""
         if self._scaling is None:
             return
         self._scaling = self._scaling.replaced_by(self._make_scaling())
@@ -398,7 +399,8 @@ class PassState:
 
     def end_step(self) -> None:
         """Run the part of the step boundary for this state: close the statistics of the step, update delayed scales. Amaxes of
-        weights were recorded at the last boundary; for layers that have not run since, these amaxes are dropped."""
+        weights were recorded at the last boundary; they are dropped for layers that have not run with gradients since and are
+        not captured in a CUDA graph."""
         if self.stats is not None:
             self.stats.close()
         if self.has_slots():

@@ -2,7 +2,7 @@
 
     with dlp.autocast(recipe=dlp.recipe("fp8_delayed")):
         y = model(x)
-    y.sum().backward()                    # outside: backward follows the recipe that forward ran under
+    y.sum().backward()                    # backward uses the recipe of the forward, also outside of the block
 
 The region is a context variable, which a layer looks up once per forward. Regions nest; the innermost region decides. A forward
 that is recomputed in backward (activation checkpointing) uses the recipe of the first run, also if backward runs outside the
@@ -56,8 +56,8 @@ class Calibrate(KeepHighPrecision):
 
 
 def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
-    """Return the recipe with all operands in high precision. If `calibrating`, operands with delayed scales still record their
-    amaxes."""
+    """Return the recipe with all operands and results in high precision. If `calibrating`, tensors with delayed scales still
+    record their amaxes."""
 
     def keep(quantizer: Quantizer) -> Quantizer:
         options = caps_of(quantizer).slot if calibrating else None
@@ -83,14 +83,15 @@ class RecipeRegion(Region):
     """Region of one `with dlp.autocast(...)` block. Layers ask the region for the spec of each forward."""
 
     def spec_for(self, core: LayerState) -> BoundSpec:
-        """Return the layer's own spec, or the variant of this spec that the region requires."""
+        """Return the spec that the layer has outside of regions, or the variant of this spec that the region requires."""
         session = core.session
         session.regions = True
         core.ran_under.learned_in_region |= self.learns
         self.touched[session] = None
         key = (self.enabled, self.recipe, self.calibrating, self.group)
         if key not in core.variants and key != (True, None, self.calibrating, None):
-            # Create slots for all layers, so that ranks that run different layers have the same slots.
+            # Create the variant of every layer, not only of `core`: all ranks then have the same scale slots, even if they run
+            # different layers.
             for each in session.cores:
                 each.variants[key] = BoundSpec(self._variant(each), session, each.weights)
             session.rebuild()
@@ -125,7 +126,7 @@ def autocast(
     calibrating: bool = False,
     amax_reduction_group: ProcessGroup | None = None,
 ) -> Iterator[None]:
-    """Run the linears inside a `with` block under another recipe. A context manager.
+    """Return a context manager that runs the linears inside its `with` block under another recipe.
 
     Args:
         enabled: False runs the linears of the block in high precision.

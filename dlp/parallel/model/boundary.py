@@ -1,16 +1,17 @@
 """The step boundary: after each optimizer step, update delayed scales, apply scheduled recipe changes and cast weights.
 
-    before a step   check that no backward is running, no weight was changed without a new cast, no wgrad is delayed, partial
-                    gradients are summed, and replicas of parameters are equal
-    step            if there is a closure: cast the weights before each evaluation of the closure, and repeat the checks after
+    before a step   check that no backward is running, no weight was changed since its cast without a new version, no wgrad is
+                    delayed, partial gradients are summed, and replicas of parameters are equal
+    step            if the optimizer gets a closure: cast the weights before each evaluation of the closure; all of these checks
+                    but the first then run after each evaluation, not before the step
     after a step    bump the version counters of parameters, so that a backward that still needs old values raises; then run the
                     boundary in this order:
       flags           copy the flags of non-finite values, which are read one step later
-      statistics      close the statistics of the casts of this step
+      statistics      keep the statistics of this step's casts for `read_stats`
       scales          all-reduce the amaxes of all microbatches once, then update all delayed scales
       recipe changes  apply all changes that are due; before the casts, so that no weight is cast for its old recipe
-      casts           cast all weights in one batch, with one all-reduce of amaxes: full weights in both orientations into
-                      persistent operands, FSDP weights as this rank's shards
+      casts           cast all weights in one batch, with one all-reduce of amaxes: weights that FSDP does not shard in both
+                      orientations into persistent operands, other weights as this rank's FSDP shards
 
 `attach` installs the boundary as a post-hook of the optimizer's step; `end_step` runs the boundary directly. Without a boundary
 nothing is kept between calls, and each forward and backward casts the weights that it uses.
@@ -20,8 +21,8 @@ spec, which the next forward uses; a forward whose backward has not run yet keep
 are dropped, scales of the new recipe start without history, and all other scales stay. The session lists the changes that were
 made, for checkpoints and logs.
 
-**Statistics** of casts (`dlp.quant.stats`) are a recipe change as well: the new recipe wraps the layer's recipe, and its
-quantizers measure while they cast:
+**Statistics** of casts (`dlp.quant.stats`) are a recipe change as well: the new recipe wraps the layer's recipe, and the
+quantizers of the new recipe measure while they cast:
 
     dlp.record_stats(model, "layers.0.**")
     ...                                        steps
@@ -71,8 +72,8 @@ WEIGHT_CACHES = ("step", "forward")
 def end_step(model: nn.Module) -> None:
     """Run the step boundary: update delayed scales, apply scheduled recipe changes, cast weights.
 
-    `dlp.attach` runs the step boundary after each optimizer step. Call `end_step` after weights were changed by other
-    means.
+    `dlp.attach` runs the step boundary after each optimizer step. Call `end_step` after weights were changed by
+    anything but an attached optimizer.
 
     Args:
         model: converted model.
@@ -116,11 +117,12 @@ def attach(
 ) -> None:  # fmt: skip
     """Run the step boundary after every step of the optimizer, so that weights are cast once per step.
 
-    Call `attach` after `dlp.convert` and `dlp.fully_shard`, once for each optimizer, with parameters in memory. Afterwards FSDP
-    gathers weights as the step boundary quantized them (see `dlp.fully_shard`). A step raises RuntimeError when tp-partial
-    gradients were not summed, when delayed wgrads wait (see `dlp.backward_dw`), and when replicas of a parameter differ
-    between ranks (compared in the first ten steps and then in every hundredth step). In the first step all ranks must run the
-    same forwards.
+    Call `attach` after `dlp.convert` and `dlp.fully_shard`, once for each optimizer, when no parameter is on the meta device.
+    Afterwards FSDP gathers weights as the step boundary quantized them (see `dlp.fully_shard`). A step raises RuntimeError
+    inside a backward, when tp-partial gradients were not summed, and when delayed wgrads wait (see `dlp.backward_dw`). The
+    first ten steps, and then every hundredth, also raise RuntimeError when replicas of a parameter differ between ranks, and
+    when a weight was changed in a way that torch's version counters do not show. In the first step all ranks must run the same
+    forwards.
 
     Args:
         model: module that `dlp.convert` was called with, or a module around it.
@@ -139,8 +141,8 @@ def attach(
 
     Raises:
         ValueError: for an optimizer without parameters of `model`, with parameters from before `dlp.convert` or
-            `dlp.fully_shard`, or that is attached already; for layers outside the converted model; and for another
-            `weight_cache`, `on_nonfinite` or `main_grads`.
+            `dlp.fully_shard`, or that is attached already; for layers outside the converted model; and for an unknown
+            value of `weight_cache`, `on_nonfinite` or `main_grads`.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -186,7 +188,8 @@ def _check_attachable(model: nn.Module, root: nn.Module | None, optimizer: Optim
 
 
 def _cache_weights(session: Session, records: Mapping[LinearCore, Sequence[Managed | None]], weight_cache: str) -> None:
-    """Decide for each layer whether operands of weights are kept between steps. Operands of FSDP shards are always kept."""
+    """Decide for each layer whether operands of weights are kept between steps. `weight_cache` does not apply to weights that
+    FSDP shards over several ranks."""
     for core, its in records.items():
         core.weights.caches = weight_cache == "step" and all(record is None or record.ranks == 1 for record in its)
         if core.weights.caches:
@@ -274,7 +277,7 @@ def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
 
 
 def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
-    """Raise ValueError for a layer in `model` that another step boundary would cast.
+    """Raise ValueError for a layer in `model` whose weights the step boundary of `root` could not cast.
 
     Such a layer is outside of the converted module `root`, in another converted model, or sharded by a `fully_shard` of a
     module around `model`. `root` is None if all layers were constructed explicitly."""
@@ -299,8 +302,8 @@ def _check_whole(model: nn.Module, root: nn.Module | None) -> None:
 
 
 def _check_owns(model: nn.Module, optimizer: Optimizer, held: Sequence[Tensor]) -> None:
-    """Raise ValueError for an optimizer that holds no parameter of the model, or a quantized-only weight in place of the
-    master. `held`: master weights that an optimizer may hold."""
+    """Raise ValueError for an optimizer that holds no parameter of the model, or a quantized-only weight in place of its
+    master weight. `held`: master weights that an optimizer may hold."""
     own = {id(parameter): name for name, parameter in model.named_parameters()} | {id(master): "" for master in held}
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if is_placeholder(p) and p.requires_grad and id(p) in own:
@@ -319,8 +322,8 @@ def _check_owns(model: nn.Module, optimizer: Optimizer, held: Sequence[Tensor]) 
 def _check_not_stale(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise ValueError for an optimizer that holds parameters from before dlp.convert or a fully_shard replaced them.
 
-    Such a parameter is not in the model, and has the shape of a parameter of the model that the optimizer lacks, on
-    fewer mesh axes."""
+    A parameter counts as replaced if it is not in the model, and the model has a trainable parameter of equal shape, on more
+    mesh axes, that the optimizer does not hold."""
     own = {id(p): name for name, p in model.named_parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     known, foreign = {id(p) for p in held}, [p for p in held if id(p) not in own]
@@ -404,7 +407,7 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
 def schedule(model: nn.Module, layers: Sequence[str], at_step: int, recipe: Any) -> None:
     """Schedule `set_recipe` for layers by name, at the step boundary after `at_step` optimizer steps.
 
-    Raises ValueError at once for a step that is over, and for a change that this boundary would reject."""
+    Raises ValueError at once for a step that is over, and for a change that `set_recipe` would reject."""
     resolved, session = recipes.as_recipe(recipe), _session(model, layers)
     if at_step <= session.steps:
         raise ValueError(f"a recipe change at step {at_step} is in the past: {session.steps} steps are done")
@@ -451,8 +454,9 @@ def recipes_of(model: nn.Module) -> dict[str, str]:
 def repeat(model: nn.Module, session: StepState, swaps: Sequence[Swap]) -> list[str]:
     """Repeat the recipe changes of a checkpoint on a model that has the recipes of its configuration.
 
-    Returns lines for the log about scheduled changes that the checkpoint passed without applying them. Raises ValueError for a
-    change to a recipe that was constructed in Python, which cannot be repeated, unless the layers already have this recipe."""
+    Returns lines for the log about scheduled changes whose step is over and which the checkpoint does not list. Raises
+    ValueError for a change to a recipe that was constructed in Python, which cannot be repeated, unless each layer already has
+    this recipe or gets another recipe by a later change."""
     for swap in swaps:
         if swap.asked is not None:
             _apply(model, swap, recipes.as_recipe(swap.asked))
@@ -529,10 +533,10 @@ def _swap(layers: Sequence[str], step: int, recipe: Any, resolved: Any) -> Swap:
 
 
 def record_stats(model: nn.Module, *patterns: str) -> list[str]:
-    """Measure the casts of matching layers from now on, and of no other layer.
+    """Measure the casts of matching layers from now on, and stop measuring all other layers.
 
     Siblings are measured together under the name of the first. Casts of forwards without gradients do not count, unless no
-    weight requires a gradient. All ranks call `record_stats` at a step boundary.
+    weight requires a gradient. All ranks call `record_stats` between two steps.
 
     Args:
         model: converted model.

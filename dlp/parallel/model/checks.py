@@ -1,22 +1,22 @@
 """Checks for errors that would otherwise stay silent. Each check raises an error that names the tensor.
 
-    compare, check_gathered   find scales that should be equal on all ranks, and are not
+    compare, check_gathered   find scales that differ between ranks although all ranks must have equal scales
     StaleWeights              finds weights that changed without a step of an attached optimizer, so that their casts are old
     NonFiniteWatch            finds tensors that were not finite when they were cast
 
 `dlp.parallel.model.replicas` checks replicas of parameters.
 
-Checks over ranks are collective: all ranks of the group call them together. Checks that wait for the device run in the first
-ten steps, and then in every hundredth (`looks`).
+Checks over ranks are collective: all ranks of the group call them together. Checks before an optimizer step that wait for the
+device run in the first ten steps, and then in every hundredth step (`looks`).
 
 **Stale weights** are found in two ways. The user must call `end_step` after a change that neither way finds.
 
-    marks     find in-place operations (by torch's version counters), steps of other optimizers, and replaced parameters or
-              memory. They are compared before each forward of the model. The casts of a changed weight are dropped; until the
-              next boundary each forward and backward casts the weight
+    marks     find in-place operations (by torch's version counters), steps of unattached optimizers, and replaced parameters
+              or memory. Marks are compared before each forward of the model. The casts of a changed weight are dropped; until
+              the next boundary each forward and backward casts the weight
     samples   find writes that no version counter counts, for example into `.data` or into the local tensor of a detached
-              DTensor. Some values of each weight are compared before forwards without gradients and, in steps of `looks`,
-              before the optimizer step. A difference raises RuntimeError
+              DTensor. Some values of each weight are compared before each forward without gradients, and before the
+              optimizer steps that `looks` selects. A difference raises RuntimeError
 
 **Non-finite values.** `NonFiniteWatch` reads the flags of a step (`dlp.parallel.linear.step`) one step later
 (`dlp.attach(on_nonfinite=...)`).
@@ -75,13 +75,13 @@ def compare(scales: Named, group: ProcessGroup) -> None:
 
 
 def check_gathered(layer: str, gemm: str, mine: QuantizedTensor, dim: int, group: ProcessGroup) -> None:
-    """Compare over `group` the parts of a GEMM operand that a gather along `dim` does not send. Raises RuntimeError as
+    """Compare over `group` those parts of a GEMM operand that a gather along `dim` does not send. Raises RuntimeError as
     `compare` does."""
     compare({f"{layer} {gemm} {name}": tensor for name, tensor in not_sent(mine, dim).items()}, group)
 
 
 def not_sent(mine: QuantizedTensor, dim: int) -> Named:
-    """Return the parts that a gather along `dim` does not send, since all ranks hold equal copies, by name."""
+    """Return, by name, the parts that a gather along `dim` does not send because all ranks hold equal copies."""
     parts: Sequence[Tensor] = mine.parts
     return {
         part.name: tensor
@@ -107,7 +107,7 @@ class StaleWeights:
         self._views: dict[LayerWeights, list[Tensor]] = {}
         self._seen: list[Tensor] = []  # samples at the last cast, one tensor for each dtype
         self._whole: list[Weight] = []  # weights that FSDP does not manage
-        self._managed = False  # whether FSDP manages other weights
+        self._managed = False  # whether FSDP manages some of the weights
         self._whole_marks: list[Mark | None] = []  # marks of `_whole` at the last cast
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class StaleWeights:
         self._managed = len(self._whole) < len(everyone)
         self._whole_marks = self._now()
         seen = [torch.cat(views) for views in self._by_dtype().values()]
-        # The memory stays the same, because a CUDA graph of the step boundary writes samples to the memory of its capture
+        # Copy into the old tensors: a CUDA graph of the step boundary writes samples to the memory of the capture
         if list(map(_kind, seen)) == list(map(_kind, self._seen)):
             for old, new in zip(self._seen, seen, strict=True):
                 old.copy_(new)
@@ -141,7 +141,7 @@ class StaleWeights:
         return marks is not None and marks != list(map(_mark, weights.stored()))
 
     def may_have_moved(self) -> bool:
-        """Quick test before each forward: False if no weight can have changed since the last cast."""
+        """Quick test before each forward: False if no mark can have changed since the last cast."""
         return self._managed or self._now() != self._whole_marks
 
     def drop_moved(self) -> None:
@@ -151,8 +151,8 @@ class StaleWeights:
 
     @torch.no_grad()
     def check_values(self) -> None:
-        """Raise RuntimeError if samples differ from the weights that the current casts were made from. Waits for the
-        device."""
+        """Raise RuntimeError if sampled values of a weight have changed since the current cast of the weight, but its marks
+        have not. Waits for the device."""
         if not self._seen or capturing():
             return
         now = [torch.cat(views) for views in self._by_dtype().values()]
@@ -178,9 +178,10 @@ class StaleWeights:
         return found
 
     def count_step(self, optimizer: Optimizer, layers: Sequence[LayerWeights]) -> bool:
-        """Mark the weights that an optimizer without `attach` holds as changed, and return whether there are any in `layers`.
+        """Increment the version counters of all weights in `layers` that `optimizer` holds. Returns whether there are any.
 
-        The mark is needed since fused optimizers, and optimizers of DTensors, do not increment version counters."""
+        Called after a step of an optimizer that is not attached, because fused optimizers, and optimizers of DTensors, do not
+        increment version counters."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         changed = [p for weights in layers for p in weights.stored() if id(p) in held]
         torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
@@ -192,8 +193,8 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def evenly(parameter: Tensor, count: int) -> Tensor:
-    """Return a view of `count` to 2 `count` evenly spaced values of this rank's tensor, or of all values if there are fewer
-    than `count`."""
+    """Return a view of evenly spaced values of this rank's tensor: between `count` and 2 * `count` values, or all values if
+    there are fewer than `count`."""
     flat = (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach().reshape(-1)
     return flat[:: max(1, len(flat) // count)]
 
@@ -207,7 +208,7 @@ def _bits(values: Tensor) -> Tensor:
 
 
 class FirstBad(NamedTuple):
-    """First cast of a step that read a NaN or Inf: a cast of forward if there is one, else of backward.
+    """First cast of a step that read a NaN or Inf. Casts of forward come before casts of backward.
 
     backward  whether this is a cast of backward
     place     index of the cast in forward or backward; the smallest index over all ranks is the first cast
@@ -276,10 +277,10 @@ class NonFiniteWatch:
         self._flags.close()
 
     def look(self, steps: int) -> None:
-        """Read the flags of the previous step, after the boundary of step number `steps`, and raise FloatingPointError or log a
-        warning if a flag is set.
+        """Start the copy of this step's flags to the host, and read the flags of the previous step: raise FloatingPointError or
+        log a warning if a flag is set. `steps`: number of this step, whose boundary has run.
 
-        No flags are read while a CUDA graph captures the boundary."""
+        Nothing happens if `action` is "ignore", or while a CUDA graph captures the boundary."""
         if self._action == "ignore" or capturing():
             return
         before = self._coming

@@ -9,8 +9,8 @@
                 queries of chunk c attend to keys 0 .. (c + 1) S / 2R
     backward    gradients of all k, v -> one reduce-scatter over cp, summed in fp32 in the order of ranks
 
-Positions, the order of the gather and the ends of the keys follow from `Context.chunks` alone. All other modules of a
-transformer compute tokens independently of each other. For weights, ranks of cp are data-parallel: `dlp.fully_shard` sums the
+Positions, the order of gathered tokens and the last key of each query chunk follow from `Context.chunks`. All other modules of
+a transformer compute tokens independently of each other. For weights, ranks of cp are data-parallel: `dlp.fully_shard` sums the
 gradients.
 
 torch's own context parallelism (torch.distributed.tensor.experimental) registers attention kernels of GPUs only.
@@ -90,7 +90,7 @@ class Context:
         return torch.cat([chunks[chunk] for chunk in self.chunks], dim)
 
     def positions(self, length: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions in the sequence of this rank's `length` tokens, int64 [length]."""
+        """Return the position of each of this rank's `length` tokens in the full sequence, int64 [length]."""
         if self.ranks == 1:
             return torch.arange(length, device=device)
         size = length // 2
@@ -107,7 +107,7 @@ class Context:
         return gathered
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, attend: Attend | None = None) -> Tensor:
-        """Compute causal attention of this rank's queries to the keys of the whole sequence.
+        """Compute causal attention of this rank's queries to the keys of the full sequence.
 
         Args:
             q, k, v: heads of this rank's tokens.

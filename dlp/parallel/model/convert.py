@@ -2,7 +2,7 @@
 
     names and lengths of the model  ──►  groups.resolve  ──►  a Plan of rows  ──►  modules change in place
 
-The plan is made and checked before the model changes; `plan(...)` prints the result of `convert(...)` without ranks. Layers
+The plan is made and checked before the model changes; `dlp.make_plan` returns the same plan without ranks. Layers
 that no group matches become local bf16 linears, and the plan lists them. Embeddings with style "column" are sharded along the
 vocabulary; every other module that owns parameters is replicated on tp. `dlp.parallel.model.survey` describes how modules are
 treated, and which modules raise ValueError. Converted modules remain the same objects with another class, so that hooks,
@@ -11,8 +11,8 @@ attributes and names remain.
 **Replicated modules** are modules that tp does not shard: norms, embeddings, modules with user-defined parameters. Parameters
 become DTensors, replicated on tp. The code of the module computes on plain tensors, so `replicate` derives a subclass of the
 module's class, in which forward sees this rank's tensors instead of the DTensors. In a sequence-parallel region a rank sees
-only its own tokens, after a column-parallel linear only its own features. There gradients are partial (`tp_partial`), and are
-summed over tp at the end of backward (`dlp.parallel.model.grads`).
+only its own tokens, after a column-parallel linear only its own features. In both cases gradients are partial (`tp_partial`),
+and are summed over tp at the end of backward (`dlp.parallel.model.grads`).
 
 **Left-out modules** (`convert = false`) are replicated, too. Such a module may read parameters of modules inside it, so the
 forward sees the plain tensors of all these modules.
@@ -94,7 +94,7 @@ class _Target:
         module._parameters[key] = self.shared[id(old)]
 
     def inside(self, plan: Plan, name: str) -> tuple[nn.Module, ...]:
-        """Return the modules with parameters in a left-out module; () for other modules."""
+        """Return the modules with parameters in the left-out module `name`, including itself; () for other modules."""
         return tuple(self.model.get_submodule(each) for each in plan.left_out.get(name, ()))
 
 
@@ -343,7 +343,7 @@ class ReplicatedMixin(SpreadModule):
         self._check_tokens(x)
         held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced
         for name, parameter in held.items():
-            if isinstance(parameter, DTensor):  # a left-out module around this module has replaced the DTensors already
+            if isinstance(parameter, DTensor):  # a plain tensor if a left-out module around this module has replaced it
                 self._parameters[name] = local(parameter, self.layer_name, before=before)
         try:
             if self.segments is not None:
@@ -398,8 +398,8 @@ class LeftOutMixin(ReplicatedMixin):
                 _hold(module, parameters)
 
     def _seen(self, module: nn.Module, parameter: Tensor | None) -> Tensor | None:
-        """Return the tensor that forward reads in place of a parameter. A parameter that an FSDP unit inside has sharded stays
-        a DTensor until FSDP gathers it."""
+        """Return the tensor that forward reads in place of a parameter. If FSDP shards a parameter of an inner module,
+        the parameter stays a DTensor until FSDP gathers it."""
         if not isinstance(parameter, DTensor) or (module is not self and num_axes(parameter) > 1):
             return parameter
         sums: PartialGradients | None = getattr(module, "tp_sums", None)

@@ -45,8 +45,8 @@ IGNORED = -100
 
 
 class _ReduceTokens(torch.autograd.Function):
-    """Sum rows that only one rank fills, and return all rows on every rank ("all") or each rank's token shard
-    ("scatter")."""
+    """Sum rows over tp; each row is zero on all ranks but one. Returns all rows on every rank ("all"), or each rank's token
+    shard ("scatter")."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: ProcessGroup, reduce: str, name: str) -> Tensor:
@@ -189,7 +189,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group, ctx.shape = group, x.shape
-        # no view of x: a compiler of torch 2.11 loses the gradient of a function that returns a view
+        # copy: torch.compile of torch 2.11 loses the gradient of an autograd function that returns a view of x
         return _slice(x.reshape(-1, x.shape[-1]), group).clone()
 
     @staticmethod
@@ -264,9 +264,9 @@ def gather_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Sum over tokens of `counts` * (lse - logits[target] + z_loss lse^2), lse = logsumexp(logits).
+    """Compute the sum over tokens of counts * (lse - logits[target] + z_loss * lse^2), where lse = logsumexp(logits).
 
-    `counts`, fp32 [M], is 1, 0 for an ignored token, or NaN for a target outside of the vocabulary. Saves the logits and two
+    `counts`, fp32 [M], is 0 for an ignored token, NaN for a target outside of the vocabulary, else 1. Saves the logits and two
     fp32 numbers per token."""
 
     @staticmethod
@@ -293,7 +293,7 @@ class _CrossEntropy(torch.autograd.Function):
         weight = _times(grad, counts)
         if ctx.z_loss == 0:
             return ops.softmax_gradient(logits, column, lse, weight), None, None, None, None, None
-        more = _times(2 * ctx.z_loss * lse * grad, counts)  # gradient of the softmax part, without the target term
+        more = _times(2 * ctx.z_loss * lse * grad, counts)  # gradient of z_loss * lse^2 with respect to lse
         gradient = ops.softmax_gradient(logits, column, lse, weight + more)
         mine = ~outside(column, logits.shape[1])
         at = torch.where(mine, column, 0).unsqueeze(1)

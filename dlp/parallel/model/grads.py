@@ -27,8 +27,8 @@ All other replicated parameters should get equal gradients on all tp ranks; `dlp
 A pipeline stage can thus send dx to the previous stage, and compute wgrads while the previous stage works. The queue holds the
 operands dy and x of wgrad in the low precision of the recipe. The gradients are bitwise equal to gradients without delay.
 
-**Main gradients**: `add_main_grads` decides which wgrad GEMMs may accumulate into gradients, and logs the reason for each
-other wgrad GEMM.
+**Main gradients**: `add_main_grads` decides which wgrad GEMMs may accumulate into gradients, and logs the reason why
+other wgrad GEMMs may not.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class PartialGradients:
 
     slots     parameters with partial gradients; the attribute `tp_sums` of their modules is this object
     fsdp      (id of the module, name of the parameter) -> FSDP2's record of the parameter; `dlp.fully_shard` adds records
-    num_sums  number of backwards whose partial gradients were summed
+    num_sums  number of backwards at whose end partial gradients were summed, even if there were none
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
@@ -122,7 +122,7 @@ class PartialGradients:
         self.num_sums = 0
         self.fsdp: dict[tuple[int, str], Managed] = {}
         self._called = False
-        self._task: int | None = None  # id of the running backward, if a sum is queued for it
+        self._task: int | None = None  # id of the running backward after its sum was queued; else None
         self._due: list[Tensor] = []  # parameters whose gradients the queued sum adds
         self._there: dict[tuple[bool, ...], Tensor] = {}  # cache of `_words`
 
@@ -188,7 +188,7 @@ class PartialGradients:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling() or in_backward():
             return
-        self._task = None  # set if an earlier backward failed
+        self._task = None  # not None if an earlier backward raised
         if not self._called:  # torch's `fully_shard` may have replaced parameters since `__init__`
             self._called = True
             for module, name, record in managed(model):
@@ -216,8 +216,8 @@ class PartialGradients:
             call_in_backward(output, self._begin)
 
     def _begin(self, grad: Tensor) -> None:
-        """Clear the gradients on all tp ranks but the first, and queue the sum. Runs once per backward, when the backward
-        reaches an output of the model."""
+        """Clear the partial gradients on all tp ranks but the first, and queue the sum. Runs once per backward, when the
+        backward reaches an output of the model."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -271,7 +271,7 @@ class PartialGradients:
 
 @torch.no_grad()
 def backward_dw(model: nn.Module) -> int:
-    """Compute all delayed wgrads of a model and accumulate them into `grad`.
+    """Compute all delayed wgrads of a model and accumulate them into `grad` or the main gradient.
 
     Call `backward_dw` after the backwards of one or several microbatches, and before gradients are clipped or read. Gradient
     hooks of the parameters are not called.
@@ -345,7 +345,7 @@ def check_none_waits(session: Session) -> None:
 def add_main_grads(
     session: Session, model: nn.Module, records: Mapping[Any, Sequence[Managed | None]], mode: str
 ) -> None:
-    """Let wgrad GEMMs accumulate into gradients where possible, and log the reason for each other weight.
+    """Let wgrad GEMMs accumulate into gradients where possible, and log the reason for each weight where it is not possible.
 
     `records`: layer -> FSDP's record of each weight, None without FSDP. `mode`: "grad" or "main_grad". Raises ValueError for
     invariant layers."""

@@ -126,15 +126,16 @@ class Replays:
         return result
 
     def drop(self) -> None:
-        """Free the graph and its memory. Call `drop` before NCCL communicators are destroyed, which wait for the graph."""
+        """Free the graph and its memory. Call `drop` before NCCL communicators are destroyed: their destruction waits until the
+        graph is freed."""
         self._captured, self._warm = None, 0
         for session in self.sessions:
             session.graphed.clear()
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Run the body on the stream of all steps, after all earlier launches. Later launches on other streams wait for
-        the body."""
+        """Context: run the body of the `with` block on the stream of all steps, after all earlier launches of the current
+        stream. Later launches of the current stream wait for the body."""
         if self._stream is None:
             yield
             return

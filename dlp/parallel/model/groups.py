@@ -61,8 +61,8 @@ class LayerGroup(LayerFields):
         recipe: name of a recipe, a dict {"name": ..., option: value}, or a `Recipe`.
         style: "column", "row" or "local".
         sequence_parallel: whether these layers work on token shards.
-        siblings: run the matching linears of one block, which read the same x, as one layer.
-        overlap: "auto", "serial" or "chunked", or a dict of these by GEMM.
+        siblings: run the matching linears of one parent module as one layer; these linears must read the same x.
+        overlap: "auto", "serial" or "chunked", or a dict {"fprop": ..., "dgrad": ..., "wgrad": ...} of these.
         return_bias: return (y, bias) instead of adding the bias.
         convert: False: leave these modules out of the conversion, replicated on tp. True: also convert subclasses of nn.Linear.
 

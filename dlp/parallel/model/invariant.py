@@ -149,7 +149,7 @@ def _checked(row: LayerPlan, tp: int, batch: tuple[int, int] | None) -> LayerPla
 
 
 def _refused(row: LayerPlan, recipe: Recipe) -> str | None:
-    """Return the reason why a layer cannot be invariant on any mesh; None: the layer can be invariant."""
+    """Return the reason why a layer is invariant on no mesh; None: there is no such reason."""
     if recipe.name not in RECIPES or recipe.y is not None or recipe.dx is not None or recipe.x.clips or recipe.w.clips:
         return f"recipe {recipe} is not invariant; use {', '.join(RECIPES)}, without rounded results and clipping"
     wires = [gemm for gemm in GEMMS if getattr(recipe, gemm).wire != "hp"]
@@ -253,7 +253,7 @@ class Segments:
 class InvariantSession(Session):
     """Session in which the random bits of a microbatch depend on the index of the microbatch in the global batch.
 
-    The counter of stochastic rounding is this index plus 1. Data-parallel ranks run consecutive microbatches at a time.
+    The counter of stochastic rounding is this index plus 1. At any time, the data-parallel ranks run consecutive microbatches.
     `dp`: index of this data-parallel rank, and number of data-parallel ranks."""
 
     def __init__(self, *, dp: tuple[int, int] = (0, 1), **state: Any) -> None:
@@ -326,7 +326,7 @@ class GradientTree:
                 if parameter is not None
             ]
             self._stored = [p for p in {id(p): p for p in named}.values() if p.requires_grad]
-        if self._given and all(self._stored[i].grad is None for i in self._given):  # zero_grad
+        if self._given and all(self._stored[i].grad is None for i in self._given):  # after zero_grad
             self._stacks, self._given = {}, {}
 
     def _watch(self, model: nn.Module, args: Any, output: Any) -> None:

@@ -14,10 +14,10 @@ output is the input of a layer that expects this sharding:
     COLUMN_SP               sharded -> full  full -> sharded
     ROW_SP                  full -> sharded  sharded -> full
 
-The plan does not know the dataflow, so `check_flow` checks each block (child of a ModuleList): a block with column layers needs
-row layers and vice versa, and both must agree on whether tokens are sharded between blocks. Outside of blocks a model may split
-and join tokens anywhere. In all layers, style and sequence_parallel are set together: a later group that overrides one of them
-must set both.
+The plan does not know the dataflow, so `check_flow` checks each block (see `blocks`): a block with row layers needs column
+layers, a block with column layers before its last layer needs row layers, and both must agree on whether tokens are sharded
+between blocks. Outside of blocks a model may split and join tokens anywhere. If a group sets both style and sequence_parallel
+of a layer, a later group that changes one of the two must set both.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Plan:
         layers: one row for each linear.
         others: one row for each other module with parameters.
         tp: number of tensor-parallel ranks.
-        device_type: "cpu" or "cuda".
+        device_type: "cpu", "cuda", or a kind of `dlp.quant.gemm.DEVICES`.
         weights: one entry for each parameter.
         left_out: name of each left-out module -> names of the modules with parameters in it, including itself.
         warnings: recipes that groups set for modules other than linears, and nvfp4 in the last block of a model.
@@ -134,11 +134,11 @@ def make_plan(
         model: plain modules.
         groups: ordered layer groups.
         tp: number of tensor-parallel ranks.
-        device_type: "cpu" or "cuda".
+        device_type: "cpu" or "cuda" for this machine; a kind of `dlp.quant.gemm.DEVICES` for another machine.
         batch: (B, S) of a microbatch; required with sequence parallelism.
         overlap_table: times of `dlp.parallel.tune`, from which overlap = "auto" is decided; None: the shipped table of the GPU.
         transport: carrier of transfers over tp: "mapped", "nccl" or "gloo"; "": the transport of the table.
-        board: part of the name of the GPU, for a `device_type` that this machine does not have.
+        board: a word of the GPU's name, if `device_type` is a kind of `dlp.quant.gemm.DEVICES`; "": not known.
 
     Returns:
         The printable `Plan`.
@@ -215,8 +215,8 @@ def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan],
 
 
 def _sibling_sets(layers: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> dict[str, tuple[str, ...]]:
-    """Map each layer that has siblings to the names of all its siblings, including the layer: linears of one parent whose
-    `siblings` is set by the same group."""
+    """Map each layer that has siblings to the names of all its siblings, including the layer. Siblings are linears of
+    one parent whose option `siblings` the same group sets to True."""
     sets: dict[tuple[str, str], list[LayerPlan]] = {}
     for row in layers:
         if resolved[row.name].siblings:
@@ -352,9 +352,9 @@ def _check_features(block: str, rows: Sequence[LayerPlan]) -> None:
 
 
 def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> None:
-    """Raise ValueError for a block in which row and column layers differ in sequence_parallel, and for a block of several
-    linears that all work on token shards without a gather, unless one group sets style and sequence_parallel of these
-    linears."""
+    """Raise ValueError for a block whose row layers differ in sequence_parallel from each other or from their column layers.
+    Raise ValueError also for a block of several linears that all work on token shards without a gather, unless one group sets
+    both style and sequence_parallel of these linears."""
     takes = [row for row in rows if row.style == "row"]
     for row in takes:
         near = _partners(row, rows)
@@ -374,8 +374,8 @@ def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, 
 
 
 def _partners(row: LayerPlan, rows: Sequence[LayerPlan]) -> list[LayerPlan]:
-    """Return the column layers that may produce the input of a row layer: the column layers in the innermost module around the
-    row layer that has any."""
+    """Return the column layers that may produce the input of a row layer: the column layers in the innermost module that
+    contains both this row layer and column layers."""
     for owner in reversed(_parents(row.name)):
         near = [other for other in rows if other.style == "column" and other.name.startswith(f"{owner}.")]
         if near:

@@ -6,14 +6,14 @@
 
 Before the first ten optimizer steps, and then before every hundredth (`dlp.parallel.model.checks.looks`), ranks compare:
 
-    gradients over tp    until each parameter has had a nonzero gradient. A difference means that the module of the parameter
-                         reads sharded activations
-    values, all axes     changes of a digest since the last comparison. A difference means that a rank skipped a layer or a
-                         step, or that a dp rank trains alone
+    gradients over tp    until each parameter has had a nonzero gradient. A difference usually means that the module of the
+                         parameter reads sharded activations
+    values, all axes     changes of a digest since the last comparison. A difference usually means that a rank skipped a layer
+                         or a step, or that nothing averages the gradients of dp ranks
 
 A digest consists of the norm of a tensor and of sums of its parts, in fp64. A comparison reads all parameters once, and costs
-two small collectives per axis and one wait for the device; steps between comparisons cost nothing. Ledgers count the bytes
-under the layer name CHECKS and do not compare them with a plan.
+a few small collectives and a wait for the device for each axis; steps between comparisons cost nothing. Ledgers count the
+bytes of comparisons under the layer name CHECKS, and do not compare these bytes with a plan.
 
 `check_replicas` compares samples of the values before a checkpoint.
 """
@@ -41,11 +41,11 @@ from dlp.parallel.weight.parameters import is_placeholder
 Groups = Mapping[str, ProcessGroup]
 PARTS = 8  # number of consecutive parts, and of interleaved parts, whose sums a digest holds
 SAMPLE = 1024  # number of values of a parameter that are compared before a checkpoint
-TOLERANCE = 1e-2  # largest accepted difference relative to the norm, of gradients and of samples before a checkpoint
-DRIFT = 1e-3  # largest accepted difference of values, relative to their change since the last comparison
+TOLERANCE = 1e-2  # for gradients, and for samples before a checkpoint: largest accepted difference relative to the norm
+DRIFT = 1e-3  # for values: largest accepted difference relative to the change since the last comparison
 # Differences that rounding explains, relative to the root mean square of the values
 ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-12}
-COARSE = 1e-4  # the same for other dtypes
+COARSE = 1e-4  # value for dtypes that are not in ROUNDING
 
 
 def wide(groups: Groups) -> dict[str, ProcessGroup]:
@@ -56,13 +56,13 @@ def wide(groups: Groups) -> dict[str, ProcessGroup]:
 class Replicas:
     """Compare replicas of a model's parameters.
 
-    partial  names of parameters with partial gradients over tp, which are not compared
+    partial  names of parameters whose gradients are partial sums over tp; only the values of these parameters are compared
     groups   mesh axis -> this rank's process group on the axis
     """
 
     def __init__(self, model: nn.Module, partial: Iterable[str], groups: Groups) -> None:
         self.model, self._partial, self.groups = model, set(partial), wide(groups)
-        self._unseen: dict[str, None] | None = None  # parameters that have not had a gradient
+        self._unseen: dict[str, None] | None = None  # parameters that have not had a nonzero gradient
         self._before: dict[str, Tensor] = {}  # digests at the last comparison
         self._own: set[tuple[str, str]] = set()  # (axis, name) of plain parameters that the user has sharded
         self._steps = 0  # steps of optimizers that are not attached
@@ -81,7 +81,8 @@ class Replicas:
     def look(self, step: int) -> None:
         """Compare replicas before step number `step`, counted from 0, if a comparison is due. All ranks call this method.
 
-        Raises RuntimeError that names the parameter and the cause, on all ranks that hold the parameter."""
+        Raises RuntimeError that names a differing parameter and likely causes: on all ranks if values differ, on the ranks of
+        the tp group if gradients differ."""
         if not self.groups or not looks(step):
             return
         parameters = values_of(self.model)
@@ -96,7 +97,7 @@ class Replicas:
         self._compare_values(parameters, digests, changes, step, first)
 
     def _find_own(self, parameters: Mapping[str, Tensor], digests: Mapping[str, Tensor]) -> None:
-        """Find plain parameters with different initial values on the ranks of an axis, which the user has sharded."""
+        """Find plain parameters whose initial values differ between the ranks of an axis. They count as sharded by the user."""
         for axis, group in self.groups.items():
             names = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
             if names:
@@ -171,17 +172,19 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_replicated(parameter: Tensor, axis: str) -> bool:
-    """Whether the ranks of an axis hold the same values of the parameter. Plain parameters count as replicated."""
+    """Whether the ranks of an axis hold the same values of the parameter. Plain parameters, and DTensors on a mesh without
+    this axis, count as replicated."""
     placement = placement_on(axis, parameter)
     return placement is None or isinstance(placement, Replicate)
 
 
 @torch.no_grad()
 def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> Tensor:
-    """Return digests of tensors, or of this rank's shards of DTensors, fp64 [tensors, 2 + 2 PARTS].
+    """Return digests of tensors, or of this rank's shards of DTensors, fp64 [tensors, 2 + 2 * PARTS].
 
     A digest holds the norm, the sums of PARTS consecutive and of PARTS interleaved parts, each divided by the square root of
-    the number of elements in the part, and the sum of the remaining elements. `absent`: tensors whose digest is zero."""
+    the number of elements in the part, and the sum of the remaining elements. `absent`: for each tensor, whether its
+    digest is all zeros."""
     rows = []
     for place, tensor in enumerate(tensors):
         flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
@@ -277,7 +280,7 @@ def gradients_differ(
 ) -> str:
     """Return the message for parameters `bad` whose gradients differ. All tp ranks call this function.
 
-    The message is about the module of the last of these parameters, in which backward finds the first difference."""
+    The message is about the module of the last of these parameters, because backward reaches this module first."""
     path = bad[-1].rpartition(".")[0]
     name = next(each for each in bad if each.rpartition(".")[0] == path)
     said = (

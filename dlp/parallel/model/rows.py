@@ -3,7 +3,7 @@
     LayerPlan       a linear of the model, or an explicitly constructed layer of dlp, which keeps its style, and keeps its
                     recipe and overlap unless a group sets them
     OtherPlan       any other module with parameters
-    ParameterPlan   a parameter: the shape on a tp rank, and whether the gradient is partial there
+    ParameterPlan   a parameter: the shape on a tp rank, and whether the gradient on a tp rank is partial
 
 The notes of a layer list deviations from the recipe: an operand is gathered in high precision, a GEMM decodes an operand
 because the other operand is not quantized, results are rounded, or codes depend on tp although `amax_scope="all"`.
@@ -89,7 +89,7 @@ class LayerPlan:
 
     @property
     def row(self) -> ParallelStyle:
-        """The row of the style table."""
+        """Row of this layer in the table of `dlp.parallel.style`."""
         return style(self.style, self.sequence_parallel)
 
 
@@ -137,7 +137,7 @@ class Place:
     """Setting of a plan; see the arguments of `make_plan`.
 
     tp           number of tp ranks
-    device_type  "cpu" or "cuda"
+    device_type  "cpu", "cuda", or a kind of `dlp.quant.gemm.DEVICES`
     batch        (B, S) of a microbatch; None: not known
     times        measured times from which overlap = "auto" is decided; None: there are none
     no_times     reason why there are no times
@@ -295,7 +295,8 @@ def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, st
 
 
 def with_siblings(row: LayerPlan, names: tuple[str, ...], device_type: str) -> LayerPlan:
-    """Return the row with `names`, all siblings including this layer, or (). The dgrads of siblings may be one GEMM."""
+    """Return the row with `names` as siblings: all siblings including this layer; () if the layer has none. If the dgrads of
+    the siblings run as one GEMM, the row names the kernel of this GEMM."""
     fprop, dgrad, wgrad = row.kernels
     a, b = (quantizer.format for quantizer in row.recipe.operands("dgrad"))
     formats = together(a, b, len(names), device_kind(device_type))
@@ -317,7 +318,7 @@ def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> Other
             f"{name}: style {chosen.style!r} is for linears; {type(module).__name__} is replicated: set 'column' if "
             f"the module reads features that are sharded over tp, else 'local'"
         )
-    reads_cut = chosen.style == "column"  # after a column-parallel linear, each rank has all tokens
+    reads_cut = chosen.style == "column"  # such a module reads the output of a column-parallel linear: all tokens
     style = "left out" if chosen.convert is False else "replicated"
     return OtherPlan(name, type(module).__name__, style, sequence_parallel and not reads_cut, count, reads_cut)
 
@@ -471,7 +472,8 @@ def _rounded(recipe: Recipe) -> Iterator[str]:
 
 
 def support_note(recipe: Recipe, device_type: str) -> str:
-    """Describe how this device runs the recipe: "fp8_current: native (torch._scaled_mm)", or one entry per GEMM.
+    """Describe how this device runs the recipe: "fp8_current on cuda: native (torch._scaled_mm)", or one entry
+    for each GEMM if the GEMMs differ.
 
     On a GPU the note also names the implementation of casts: "casts by kernel", "casts by reference (native kernels need
     nvcc, ...)".

@@ -1,13 +1,12 @@
-"""Session: the `StepState` of the layers of one model, with the step boundary around the model.
+"""Session: the `StepState` of the layers of one model, with the hooks of the model and of its optimizers.
 
     steps       optimizer steps so far
     swaps       recipe changes that were made
     scheduled   future recipe changes (`dlp.parallel.model.boundary`)
     stale       detects weights that have changed since the boundary cast them (`dlp.parallel.model.checks`)
-    lockstep    checks that ranks run the same forwards and steps in the first step
+    lockstep    in the first step, checks that all ranks run the same forwards and optimizer steps
 
-Layers read only the base class `dlp.parallel.linear.state.StepState`. A Session adds the hooks of the model and of optimizers.
-`dlp.parallel.model.boundary` implements the step boundary.
+Layers read only the base class `dlp.parallel.linear.state.StepState`. The step boundary is in `dlp.parallel.model.boundary`.
 """
 
 from __future__ import annotations
@@ -76,10 +75,10 @@ class Session(StepState):
         self.stale.cast(weights)
 
     def hook_first(self, model: nn.Module) -> None:
-        """Put `meet` before all forward pre-hooks of the model.
+        """Put `meet` before all other forward pre-hooks of the model.
 
-        Hooks are stored in the order of calls: the compiler of torch 2.11 reads an OrderedDict in the order of storage,
-        which `prepend=True` does not change."""
+        The other hooks are removed and added again, because torch.compile of torch 2.11 reads hooks in the order in which
+        they were added, also with `prepend=True`."""
         if self.meets is not None:
             self.meets.remove()
         hooks: dict[int, Any] = model._forward_pre_hooks
@@ -98,8 +97,9 @@ class Session(StepState):
             self.lockstep.forward((args, kwargs), self.cores[0].device, is_sharded(model))
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the session's model: call `at_first_forward`, drop casts of changed weights, check samples of the
-        weights if gradients are disabled, and count the microbatch."""
+        """Forward pre-hook of the session's model: call `at_first_forward`, and count the microbatch for stochastic rounding.
+        If an optimizer is attached, also drop casts of changed weights, and check samples of the weights if gradients are
+        disabled."""
         if self.at_first_forward is not None and not torch.compiler.is_dynamo_compiling():
             look, self.at_first_forward = self.at_first_forward, None
             look(model)
@@ -188,7 +188,7 @@ class Session(StepState):
 
 @contextmanager
 def stepping(found: list[Session]) -> Iterator[None]:
-    """Append the sessions whose attached optimizers step inside of this context to `found`."""
+    """Append to `found` each session whose attached optimizer steps inside of this context."""
     token = _STEPPING.set(found)
     try:
         yield
@@ -229,7 +229,7 @@ def give_session(model: nn.Module, session: Session) -> None:
 
 
 _WATCHING: weakref.WeakSet[Session] = weakref.WeakSet()  # sessions of models that are alive
-_REGISTERED: list[RemovableHandle] = []  # handles of the two hooks below
+_REGISTERED: list[RemovableHandle] = []  # handles of `_before_step` and `_after_step`
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -317,9 +317,10 @@ def graphing(model: nn.Module) -> Iterator[None]:
 
     Warm-up passes inside the region do not change amaxes, non-finite flags and the microbatch counter. Replays run kernels and
     no Python: the step boundary, outside the graph, updates operands of weights and delayed scales in place, and a recipe stays
-    as captured. Afterwards a recipe change of these layers raises ValueError. To change a recipe, delete `model.block.forward`,
-    set the recipe inside a new region, and capture again. Release results of earlier passes, such as a loss, before the
-    capture: autograd nodes that they keep alive belong to the default stream, for which a capture must not wait.
+    as captured. Afterwards a recipe change of these layers raises ValueError. To change a recipe, delete the attribute
+    `forward` of the captured module, set the recipe inside a new region, and capture again. Release results of earlier passes,
+    such as a loss, before the capture: autograd nodes that these results keep alive belong to the default stream, for which a
+    capture must not wait.
 
     Args:
         model: converted and attached model.
@@ -352,7 +353,8 @@ def graphing(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_effects(session: Session) -> Iterator[None]:
-    """Run passes without effects: amaxes, non-finite flags and the microbatch counter keep their values."""
+    """Context in which passes have no lasting effect: at its end, amaxes, non-finite flags and the microbatch counter get their
+    earlier values back."""
     kept = [(memory, memory.clone()) for memory in _written(session, session.has_slots())]
     ran = set(session.ran)
     try:
@@ -364,7 +366,7 @@ def without_effects(session: Session) -> Iterator[None]:
             for memory, before in kept:
                 memory.copy_(before)
             for flags in session.flags.now:
-                if flags.data_ptr() not in known:  # tensors that were allocated inside
+                if flags.data_ptr() not in known:  # tensors that were allocated inside the context
                     flags.zero_()
 
 

@@ -9,8 +9,8 @@
                                           a DTensor if the weight is a DTensor
 
 Slots are equal on all ranks if all ranks share scales (the default), so that a checkpoint loads on any mesh. With a smaller
-amax group, slots have a leading dimension of ranks. On the same mesh each rank then loads its own slots; on another mesh all
-ranks load the maximum of the histories, and scales computed from the maximum.
+amax group, or a recipe with reduce_amax = False, slots have a leading dimension of ranks. With the same number of ranks each
+rank then loads its own slots; otherwise all ranks load the maximum of the histories, and scales computed from the maximum.
 
 A replicated value is saved once. `check_scales` and `check_replicas` first verify that its replicas are equal.
 """
@@ -111,8 +111,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
             recipes of dlp are imported.
 
     Returns:
-        Lines for the log: scales that start without history because the recipe of a layer has changed, saved scales that no
-        layer of the model reads, and missing master weights.
+        Lines for the log about scales that start without history, saved scales that no layer of the model reads, missing
+        master weights, and scheduled recipe changes whose step is over and which the saved run did not make.
 
     Raises:
         ValueError: for a state that does not belong to this model, and for a recipe change that cannot be repeated.
@@ -156,8 +156,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, recipe_fil
 
 
 def _check_numbers(state: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for invalid scales and histories, and for master weights that are not finite floats or have another
-    shape. Nothing is loaded yet. A history may contain Inf: the amax of a skipped step."""
+    """Raise ValueError for invalid scales and histories, and for master weights that are not finite floats or differ from
+    the weight in shape. Nothing is loaded yet. A history may contain Inf: the amax of a skipped step."""
     for key, tensor in state.items():
         kind = "master" if key.startswith(MASTERS) else key.rpartition(".")[2] if key.startswith(PREFIX) else ""
         if not kind:
@@ -235,7 +235,8 @@ def _sessions(model: nn.Module) -> list[NamedSession]:
 
 
 def _load_slots(named: NamedSession, state: SlotState) -> list[str]:
-    """Load the slots that both the session and the checkpoint have, and return lines for the log about all other slots.
+    """Load the slots of the session that the checkpoint has with fitting options. Returns lines for the log about slots of the
+    session that start without history, or for which the checkpoint has no target.
 
     Slots of autocast regions stay in `session.loaded` until a forward runs in the region."""
     session = named.session

@@ -8,10 +8,10 @@
 
 The attribute `dlp_made` of dlp's modules is "by hand" (constructed explicitly), "by convert", or "vocabulary" (an explicitly
 constructed embedding); so this file need not import the layers. A module that reads parameters of another module would read
-DTensors. Known classes of such modules are rejected by name; for others, the error of the first forward gets a note
-(`explain`).
+DTensors. Known classes of such modules are rejected by name; for others, the error that a forward raises gets a
+note (`explain`).
 
-`guard` rejects torch features that a converted model does not support:
+`guard` and `check_no_fsdp1` reject torch features that a converted or attached model does not support:
 
     DistributedDataParallel        broadcasts parameters and reduces gradients, which must not be DTensors
     FullyShardedDataParallel       (FSDP1) takes parameters out of their modules
@@ -89,7 +89,7 @@ def container_lengths(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, int
 
 
 def made_by_hand(module: nn.Module) -> bool:
-    """Whether the module is an explicitly constructed layer of dlp."""
+    """Whether the module is an explicitly constructed linear of dlp; false for an explicitly constructed embedding."""
     return getattr(module, "dlp_made", None) == "by hand"
 
 
@@ -211,7 +211,8 @@ def unreached(
     modules: Mapping[str, nn.Module],
     linears: Collection[str],
 ) -> tuple[str, ...]:
-    """Return warnings about modules with matrices that match a group with a recipe, which applies only to linears.
+    """Return warnings about modules other than linears that have matrices and match a group with a recipe: the recipe applies
+    only to linears.
 
     Raises ValueError for a group that sets fields of linears and matches no linear. `linears`: names of the linears."""
     warnings = []

@@ -148,8 +148,8 @@ def names() -> tuple[str, ...]:
 
 
 def load(chosen: str) -> Overlap:
-    """Load a strategy by name, such as "chunked" or "chunked:2". Raises ValueError for an unknown name or an invalid number of
-    chunks."""
+    """Load a strategy by name, such as "chunked" or "chunked:2". Raises ValueError for an unknown name, for "auto", and for
+    a number of chunks that is invalid or that the strategy does not support."""
     name, colon, chunks = chosen.partition(":")
     if name == "auto":
         raise ValueError(

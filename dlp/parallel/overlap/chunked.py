@@ -4,7 +4,8 @@
     gemm     own   │ on rank - 1's rows │ on rank - 2's rows         gemm    for rank + 1 │ for rank + 2 │ own
                                                                      send                 to rank + 1 ─►│ to rank + 2 ─►│ sum
 
-If A is gathered, the GEMM runs on this rank's rows first, then on the shards of the other ranks in the order of arrival. If the
+If A is gathered, the GEMM runs on this rank's rows first, then on the shards of rank - 1, rank - 2 and so on. With sends and
+receives, the GEMM on a shard waits for this shard alone; with mapped memory, for shards (or pieces) of all other ranks. If the
 result is summed over ranks, the rows of one other rank after the other are computed and sent immediately, and this rank's rows
 are computed last; contributions are summed in fp32 in rank order, as in `serial`. If shards concatenate along the contraction
 dimension (in wgrad), they are sent in the same way, and one GEMM runs when all shards have arrived.
@@ -161,13 +162,13 @@ def _arriving(mine: QuantizedTensor, group: ProcessGroup, gathering: Gathering, 
 
 
 def _cuts_of(mine: QuantizedTensor, dims: Sequence[int | None], chunks: int) -> Cuts:
-    """Split the rows of a shard into pieces; one piece if shards of a part do not concatenate along its first dimension."""
+    """Split the rows of a shard into pieces; one piece if a part concatenates along another dimension than the first."""
     rows = mine.shape[0]
     return pieces(rows, chunks, unit_of(mine.format)) if {*dims} <= {0, None} else ((0, rows),)
 
 
 def unit_of(fmt: Format) -> int:
-    """Return the number of rows to whose multiples an operand in this format is cut into pieces."""
+    """Return the number of rows at whose multiples an operand in this format is cut into pieces."""
     return lcm(fmt.block[0] or 1, fmt.multiple[0])
 
 
@@ -176,8 +177,8 @@ def pieces(rows: int, chunks: int, unit: int, columns: int = 0, processors: int 
     """Split `rows` rows into at most `chunks` pieces. All pieces but the last are multiples of `unit` rows and, if there are
     enough rows, of tile rows.
 
-    If the GEMM has `columns` columns and runs on `processors` SMs (0: not known), these pieces are complete waves of tiles,
-    since a partial wave would leave SMs idle."""
+    If the result of the GEMM has `columns` columns and is computed on `processors` SMs (0: not known), the size of these pieces
+    is rounded to complete waves of tiles, since a partial wave would leave SMs idle."""
     tiled, across = lcm(unit, TILE[0]), -(-columns // TILE[1])
     step = tiled if rows >= chunks * tiled else unit
     size = -(-rows // chunks)

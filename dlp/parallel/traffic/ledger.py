@@ -30,7 +30,7 @@ from dlp.parallel.model.plan import Plan
 from dlp.parallel.model.session import session_of
 from dlp.parallel.traffic.predict import Traffic, Workload, step_traffic
 
-# Purpose of FSDP's collectives, which have no label, by mesh axis and collective
+# (mesh axis, collective) -> purpose of an FSDP collective, since FSDP's collectives have no label
 FSDP = {
     **{(axis, "all_gather"): "weights" for axis in (DP_SHARD, CP, DP_SHARD_CP)},
     **{(axis, "reduce_scatter"): "grads" for axis in (DP_SHARD, CP, DP_SHARD_CP)},
@@ -42,7 +42,8 @@ Account = dict[tuple[str, str, str], int]
 
 
 class LedgerError(RuntimeError):
-    """Raised if a step sent other bytes than planned. The message contains both numbers, and is equal on all ranks."""
+    """Raised if the number of bytes that a step sent differs from the planned number. The message contains
+    both numbers, and is equal on all ranks."""
 
 
 class Ledger:
@@ -56,7 +57,7 @@ class Ledger:
     @contextmanager
     def step(self, planned: Traffic | None) -> Iterator[observer.Observer]:
         """Return a context that counts transfers, and compares them with `planned` at its end. All ranks must enter the
-        context. None: this rank compares nothing.
+        context. If `planned` is None, this rank compares nothing.
 
         Raises LedgerError on all ranks if the bytes of any rank differ."""
         with self.counter() as seen:

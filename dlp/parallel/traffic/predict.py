@@ -102,12 +102,12 @@ class Workload:
         weight_cache: "step" or "forward", as of `dlp.attach`.
         reductions: number of FSDP gradient reductions in a step: 1, or one for each microbatch.
         grad_wire: codec of FSDP gradients over dp_shard; None: the reduce-scatter of FSDP.
-        recomputed: modules whose forward runs again in backward.
+        recomputed: names of modules whose forward runs again in backward.
         resharded: whether FSDP units other than the root gather again in backward.
         amax_group: mesh axis, or "world", that agrees on every scale; None: ranks agree as the style requires.
-        keys_gathered: features of keys and values that attention gathers over cp in a microbatch, summed over modules and
-            forwards; a recomputed forward counts again.
-        keys_reduced: features of keys and values whose gradients attention sums over cp in a microbatch.
+        keys_gathered: number of features of keys and values that attention gathers over cp in a microbatch, summed over
+            modules and forwards; a recomputed forward counts again.
+        keys_reduced: number of features of keys and values whose gradients attention sums over cp in a microbatch.
         dp_shard_rank: rank on FSDP's axis whose bytes are predicted; ranks differ if parameters are sharded unevenly.
 
     Examples:
@@ -209,7 +209,7 @@ def step_traffic(plan: Plan, load: Workload) -> dict[Sent, int]:
     """Predict the bytes of one optimizer step, from the first forward through the step boundary, without the loss and without
     collectives of the user's program.
 
-    Groups of one rank are left out. Raises Unpredictable."""
+    Groups of one rank are left out. Raises Unpredictable if bytes cannot be predicted."""
     total: Counter[Sent] = Counter()
     if plan.invariant:
         raise Unpredictable(
@@ -447,8 +447,8 @@ def _partial_gradients(plan: Plan, load: Workload) -> Sends:
     yield Sent(load.named(TP), "", "grads", "float32"), nbytes
 
 
-# FSDP. If a pass reads an orientation that FSDP did not gather, it gathers this orientation separately, once; in later steps
-# FSDP gathers both together. Only later steps are predicted here.
+# FSDP. When a pass first reads an orientation that FSDP did not gather, the pass gathers this orientation separately; in later
+# steps FSDP gathers both orientations together. Only later steps are predicted here.
 
 
 def units_of(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:

@@ -1,4 +1,4 @@
-"""Classes for weights that do not depend on layers: cast operands, values that casts read, and destinations of gradients.
+"""Classes for weights, independent of `LayerState`: cast operands, values that casts read, and destinations of gradients.
 
     rowwise     w [N, K]      operand of fprop
     columnwise  w.T [K, N]    operand of dgrad
@@ -39,7 +39,7 @@ MAIN_GRADS = ("off", "grad", "main_grad")
 
 
 class Member(NamedTuple):
-    """One weight of a layer: the module that owns it, and the names of its weight and bias there."""
+    """One weight of a layer: the module that owns the weight, and the names of the weight and the bias in this module."""
 
     module: nn.Module
     weight: str
@@ -176,8 +176,8 @@ class WeightParts:
 class Values:
     """Matrices that casts at the step boundary read: weights, or copies of weights in the dtype and shape that casts need.
 
-    A copy is used in all steps, since launches contain its address. All copies are written together: copies that are only
-    rounded by one multi-tensor call, padded copies by another.
+    The same copy is reused in every step, since launches contain its address. All copies are written together: one multi-tensor
+    call writes the copies that are only rounded, and another call the padded copies.
     """
 
     def __init__(self) -> None:

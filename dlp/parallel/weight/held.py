@@ -70,8 +70,8 @@ def quantized_model_init(
         None.
 
     Raises:
-        ValueError: for weights on the meta device, weights that other modules share, and recipes with delayed scales of
-            weights.
+        ValueError: for weights on the meta device, with NaN or Inf, or that other modules share; for recipes of
+            quantization-aware training, and for recipes with delayed scales of weights.
 
     Examples:
         >>> with dlp.quantized_model_init(recipe="fp8_current"):
@@ -214,7 +214,7 @@ class HeldWeight(LocalWeight):
             self._hide(self._local)
 
     def _follow(self) -> None:
-        """Use a new parameter, which `load_state_dict(assign=True)` has assigned to the module, instead of the old one."""
+        """If `load_state_dict(assign=True)` has assigned a new parameter to the module, use the new parameter from now on."""
         put, before = getattr(self.member.module, self.member.weight), self.parameter
         if put is not before:
             put.requires_grad_(before.requires_grad)

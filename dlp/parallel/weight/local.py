@@ -1,4 +1,4 @@
-"""Weights without FSDP sharding, and the parameters that hold them.
+"""Weights that FSDP does not shard, and functions for parameters that are DTensors.
 
 Every parameter of a converted model is a DTensor on the tp axis of the mesh, to which FSDP adds the axis over which it shards.
 torch's gradient clipping and checkpoints support such parameters. Layers compute with this rank's plain tensor (`local`).

@@ -3,7 +3,7 @@
     PlacedParameter       a DTensor on tp: `p.data = t` replaces the local tensor, while torch ignores it for a plain DTensor
     ShardedParameter      a DTensor that FSDP shards: `p.data = t` raises, since FSDP would still gather the old memory
     PlaceholderParameter  parameter in place of a weight that exists only as codes: reading or writing values raises
-    PlaceholderDTensor    the same for a DTensor on tp
+    PlaceholderDTensor    a PlaceholderParameter for a weight that is a DTensor on tp
 
 `take_class` sets the class of an existing parameter, which stays the same object for optimizers and autograd. State dicts
 contain plain parameters, without these classes.
@@ -66,7 +66,8 @@ class PlacedParameter(_SpreadParameter):
     """Parameter on tp. `p.data = t` replaces the memory of p; t must be a DTensor with the same mesh and placements."""
 
     def _replace(self, value: Tensor) -> None:
-        """Set `p.data`: replace the local tensor. Raises ValueError for a tensor of another shape, mesh or placement."""
+        """Set `p.data`: replace the local tensor. Raises ValueError unless `value` is a DTensor with the same shape, mesh and
+        placements."""
         like = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (
             self.device_mesh,
             self.placements,
@@ -355,7 +356,7 @@ class SpreadModule(nn.Module):
     def _fsdp_use_orig_params(self, value: bool) -> None:
         """Raise ValueError for FSDP1, which marks modules before it flattens their parameters, and cannot flatten
         DTensors."""
-        by_fsdp1 = sys._getframe(2).f_code.co_name == "_annotate_modules_for_dynamo"  # bypasses nn.Module.__setattr__
+        by_fsdp1 = sys._getframe(2).f_code.co_name == "_annotate_modules_for_dynamo"  # frame 1: nn.Module.__setattr__
         if by_fsdp1 and any(isinstance(parameter, DTensor) for parameter in self._parameters.values()):
             raise ValueError(
                 f"{type(self).__name__}: FullyShardedDataParallel (FSDP1) does not support converted models, whose "

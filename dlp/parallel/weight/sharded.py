@@ -8,8 +8,8 @@
     backward        columnwise operands are gathered, or rowwise operands, which are transposed  ─► w.T [K, N]  for dgrad
 
 The gathered operand is bitwise equal to the cast of the full weight. Weights for which this is not possible (`weight_obstacle`)
-are gathered in high precision and cast in each pass. FSDP's hooks (`dlp.parallel.weight.fsdp2`) run the gather: before it they
-call `depart`, which returns this rank's parts, and after it `arrive` with the parts of all ranks.
+are gathered in high precision and cast in each pass. FSDP's hooks (`dlp.parallel.weight.fsdp2`) run the gather: before the
+gather they call `depart`, which returns this rank's parts, and after the gather `arrive` with the parts of all ranks.
 
 A pass may read an orientation that FSDP did not gather for this pass: with activation checkpointing a backward runs forwards
 again, and weights may stay gathered from forward to backward. The orientation is then gathered when it is read, and from the
@@ -79,7 +79,7 @@ class ShardLayout:
 
 VALUES = ShardLayout(KeepHighPrecision())  # the weight itself, in high precision
 ShardLayouts = tuple[ShardLayout, ShardLayout]  # rowwise, columnwise
-# One read of a shard, which produces one or two layouts: a cast of the shard [n, K], and a cast of the transposed shard [K, n]
+# Layouts that one read of a shard produces: (cast of the shard [n, K], cast of the transposed shard [K, n]); None: no such cast
 ShardRead = tuple[ShardLayout | None, ShardLayout | None]
 
 
@@ -188,7 +188,7 @@ class ShardedWeight(Weight):
 
     rows      the parameter
     layouts   layouts of both orientations that FSDP's hooks gather; None: FSDP gathers the values without hooks
-    own       operands of this rank's shard, by layout, which the step boundary cast
+    own       operands of this rank's shard that the step boundary cast, by layout
     fresh     whether the step boundary has cast the current values
     """
 
@@ -207,7 +207,7 @@ class ShardedWeight(Weight):
         self.layouts: ShardLayouts | None = None
         self.own: dict[ShardLayout, QuantizedTensor] = {}
         self._arrived: dict[ShardLayout, tuple[Tensor, ...]] = {}
-        # for forward (False) and backward (True), layouts that earlier such passes read besides the layout of their GEMM
+        # for forward (False) and backward (True), layouts that earlier passes read besides the layout of the pass's own GEMM
         self._more: dict[bool, list[ShardLayout]] = {False: [], True: []}
         self._backward = False  # whether the last gather was in a backward
         self.decide()
@@ -350,7 +350,8 @@ class ShardedWeight(Weight):
 
     def _gathered(self, layout: ShardLayout) -> QuantizedTensor:
         """Return the full operand in one layout, from the parts that FSDP gathered. If FSDP did not gather this layout, gather
-        it now, and let FSDP gather it from the next such pass on."""
+        it now, and let FSDP gather it too from the next pass of the same kind (forward or backward) on. Raises RuntimeError if
+        FSDP has freed the parts."""
         if layout not in self._arrived:
             self._more[self._backward].append(layout)
             return self._gather_now(layout)
