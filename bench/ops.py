@@ -210,7 +210,7 @@ def milliseconds(runs: Mapping[str, Run], host: bool = False) -> dict[str, float
 
 
 def tiny(recipe: str, device: str) -> dict[str, nn.Module]:
-    """Build a small MLP of four ops and a small linear, whose weights a step boundary has cast."""
+    """Build a small linear, and a small MLP of four ops. A step boundary has cast the weights of both."""
     size = TINY[-1]
     with torch.device(device):
         modules = {"MLP": mlp(size, size, recipe, None), "linear": dlp.Linear(size, size, recipe=recipe)}

@@ -140,7 +140,7 @@ class Linears(TorchFunctionMode):
 
 
 def of_model(factory: str, tokens: Sequence[int]) -> Counter[str]:
-    """Count the linears of a model by sizes, in one forward on the meta device.
+    """Count the calls of F.linear by sizes, as "MxKxN", in one forward of a model on the meta device.
 
     Args:
         factory: "package.module:function"; the function returns a module, or (module, inputs).

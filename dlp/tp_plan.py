@@ -129,8 +129,8 @@ def _matches(pattern: str, names: Sequence[str]) -> bool:
 
 
 def _local(entries: Mapping[str, str]) -> dict[str, str]:
-    """Return pattern -> reason why the modules stay local: their plan entry, or the entry of another module of the same parent,
-    has no equivalent style."""
+    """Return the patterns of modules that stay local, each with the reason: the plan entry of the module, or of another module
+    of the same parent, has no equivalent style."""
     found = {
         pattern: f"{style} has no counterpart"
         for pattern, style in entries.items()

@@ -455,7 +455,7 @@ def test_two_releases_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingError) as error:
         loader.check_cuda(TOOLS)
     assert str(error.value) == (
-        "native kernels need the same release of CUDA in torch and nvcc: torch has 12.8, nvcc has 13.0; "
+        "native kernels need the same major release of CUDA in torch and nvcc: torch has 12.8, nvcc has 13.0; "
         "set CUDA_HOME to a toolkit of CUDA 12, or put its nvcc first on PATH"
     )
     monkeypatch.setattr(torch.version, "cuda", "13.1")

@@ -163,7 +163,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object] | None, dict[str, Any], str]] 
     "file": (lambda f: next(f.glob("*00002*")).unlink(), {}, "00002-of-00004.safetensors: no such file, but model.safet"),
     "cut": (cut, {}, "00002-of-00004.safetensors: damaged or no safetensors ("),
     "promised": (renamed, {}, "no tensor model.layers.7.norm.weight in this file, although model.safetensors.index.json"),
-    "pickle": (pickled, {}, "in this folder (pytorch_model.bin); only weights in safetensors can be read"),
+    "pickle": (pickled, {}, "found pytorch_model.bin: save the weights as safetensors, with transformers"),
     "config": (lambda f: (f / "config.json").unlink(), {}, "config.json: No such file or directory; expected a folder of"),
     "shape": (None, {"intermediate_size": 256}, "mlp.gate_proj.weight is [128, 64], and config.json makes it [256, 64]"),
     "left over": (None, {"num_hidden_layers": 1}, ": model.layers.1.input_layernorm.weight is not a tensor of llama"),

@@ -124,8 +124,8 @@ def test_int8_sums_are_exact_however_long():
 @pytest.mark.parametrize("contraction", [64, 100, 2**16 + 24])
 @pytest.mark.parametrize(("left", "right"), [(False, True), (True, False), (False, False)])
 def test_zero_points_are_folded_into_exact_sums(run: GemmLaunch, contraction: int, left: bool, right: bool):
-    """The result is the exact product of codes minus zero points, rounded once to fp32. Codes and zero points are
-    extreme, so that sums need more than 32 bits."""
+    """The result is the exact product of codes minus zero points, rounded once to fp32, times the scales. Row 0 has extreme
+    values: with two zero points and the longest contraction, the sum exceeds int32."""
     a, b = (torch.randint(-128, 128, (rows, contraction), dtype=torch.int8) for rows in (3, 5))
     a[0], b[0] = 127, 127
     a_zero, b_zero = (torch.randint(-128, 128, (rows,), dtype=torch.int8) for rows in (3, 5))

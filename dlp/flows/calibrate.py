@@ -114,7 +114,7 @@ class _Observed:
 
     def record(self, name: str, x: Tensor) -> None:
         """Record the numbers that `look` computes from x [M, K] or y [M, N] of a layer. Each recorded number is the maximum
-        since the last `close`; it is Inf if the tensor has Inf or NaN."""
+        since the last `close`, and at least 0; Inf if x or y has Inf or NaN."""
         self.ran.add(name)
         found, finite = self.look(x), x.isfinite().all()  # checked apart, since `ops.amax` ignores NaN
         for end, number in zip(self.ends, found if isinstance(found, tuple) else (found,), strict=True):

@@ -236,8 +236,8 @@ def check_cuda(tools: Toolchain) -> None:
     major = ours.split(".")[0]
     if major != tools.cuda.split(".")[0]:
         raise MissingError(
-            f"native kernels need the same release of CUDA in torch and nvcc: torch has {ours}, {tools.nvcc} has {tools.cuda}; "
-            f"{_choose(f'a toolkit of CUDA {major}')}"
+            f"native kernels need the same major release of CUDA in torch and nvcc: torch has {ours}, {tools.nvcc} has "
+            f"{tools.cuda}; {_choose(f'a toolkit of CUDA {major}')}"
         )
 
 

@@ -115,7 +115,7 @@ def by_candidates(chosen: Mapping[gemms.GemmProblem, int]) -> Iterator[None]:
             raise RuntimeError(f"no candidate was chosen for {', '.join(others)}, which ran inside the context")
 
 
-# Problems of a config
+# GEMMs of a config, as calls to be timed
 
 READ = ("gemm", "kernel", "rows", "cols", "contraction", "a_dtype", "b_dtype", "out_dtype", "a_block", "b_block",
         "a_flipped", "b_flipped", "fast_accumulation", "accumulate", "alpha")  # fmt: skip

@@ -123,7 +123,9 @@ class QuantizedParameter(Tensor):
                 f"{quantizer} has delayed scales, and a single weight has no history: use current or block scales"
             )
         if activation is not None and caps_of(activation).slot is not None and x_scale is None:
-            raise ValueError(f"{activation} casts x with a static scale: pass x_scale, which dlp.calibrate computes")
+            raise ValueError(
+                f"{activation} computes no scale from x: pass x_scale, the scale or the range of x (see dlp.calibrate)"
+            )
         if values.dim() != 2 or not values.is_floating_point():
             raise ValueError(
                 f"QuantizedParameter.from_float takes one matrix [N, K] of floats; got {tuple(values.shape)} of "
@@ -520,17 +522,18 @@ def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
     if only one parameter has a scale of x."""
     if not (isinstance(w, QuantizedParameter) and isinstance(other, QuantizedParameter)):
         return NotImplemented
+    codes = "quantize the source with the same recipe and mode (dlp.quantize_), or load the weight with assign=True"
+    matrix = "copy from a weight of the same shape and orientation"
     differs = {
-        f"the source has the format {other.use.format.name}": w.use.format != other.use.format,
-        f"the source has the shape {tuple(other.shape)}": w.shape != other.shape,
-        "one of the two is transposed": w.turned != other.turned,
-        "one of the two has a static scale of x": (w.x_scale is None) != (other.x_scale is None),
+        f"the source has the format {other.use.format.name}; {codes}": w.use.format != other.use.format,
+        f"the source has the shape {tuple(other.shape)}; {matrix}": w.shape != other.shape,
+        f"one of the two is transposed; {matrix}": w.turned != other.turned,
+        f"one of the two has a static scale of x; {codes}": (w.x_scale is None) != (other.x_scale is None),
     }
     if any(differs.values()):
         raise ValueError(
             f"a weight of {w.use.format.name} codes {tuple(w.shape)} cannot be overwritten: "
-            f"{next(reason for reason, found in differs.items() if found)}; quantize the source with the same recipe and mode "
-            f"(dlp.quantize_), or load the weight with assign=True"
+            f"{next(reason for reason, found in differs.items() if found)}"
         )
     for target, source in zip(w.inside, other.inside, strict=True):
         target.copy_(source)

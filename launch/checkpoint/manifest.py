@@ -78,7 +78,7 @@ WayOut = Callable[[Path], str]
 
 
 def other_weights(path: Path) -> str:
-    """Return the remedy in error messages of programs that read only weights."""
+    """Return the remedy for error messages about a checkpoint of which only the weights are read."""
     return "name another checkpoint, or make it again"
 
 

@@ -142,9 +142,8 @@ class _Estimate:
         rows["gathered"] |= self._gathered()
         rows["at work"] |= self._work()
         if self.config.train.sentinel and replays_steps(self.config, self.plan.device_type):
-            of_step = [
-                rows[name] for name in OF_STEP
-            ]  # an eager step cannot use the memory that the graph has reserved
+            # A step of the sentinel is eager, and cannot use the memory that the graph has reserved
+            of_step = [rows[name] for name in OF_STEP]
             stays("sentinel", max(sum(row[moment] for row in of_step) for moment in MOMENTS))
         return Memory(rows)
 

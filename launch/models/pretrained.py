@@ -156,8 +156,8 @@ class Pretrained(Architecture):
                 )
             if plan.tp > 1 and row.style != "local" and not block_of(row.name, blocks):
                 raise ValueError(
-                    f"{row.name}: style = {row.style!r}, but a module of transformers outside of blocks reads and returns "
-                    f"complete features: leave style out of its groups"
+                    f"{row.name}: style = {row.style!r}, but outside of the blocks modules of transformers read and return "
+                    f"unsharded features: leave style out of the layer groups of this layer"
                 )
 
     def describe(self, tp: int) -> list[str]:

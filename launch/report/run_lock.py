@@ -62,8 +62,8 @@ class Claim:
         except (BlockingIOError, PermissionError):
             file.seek(0)
             raise ValueError(
-                f"--run.dir {self.path}: {file.read() or 'another run'} is running in this folder; wait for its end, "
-                f"or choose another folder"
+                f"--run.dir {self.path}: this folder is in use by {file.read() or 'another run'}; wait for the end of that "
+                f"run, or choose another folder"
             ) from None
         except OSError as error:
             self.remark = f"{self.path} cannot be locked ({error.strerror}): start no other run in this folder"

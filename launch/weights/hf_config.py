@@ -91,7 +91,7 @@ def _refuse_layer_types(given: Mapping[str, Any], family: Family) -> None:
 
 
 def _settings(given: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings of `[model]` without family, rope_theta and rope_scaling."""
+    """Return the settings of `[model]` that `KEYS` lists."""
     if lacking := [KEYS[ours] for ours in NEEDED if given.get(KEYS[ours]) is None]:
         raise ValueError(f"{', '.join(lacking)} missing; fetch the file again")
     optional = dict(family.optional)

@@ -58,10 +58,9 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
         return {folder / ONE: None}
     path = folder / INDEX
     if not path.is_file():
-        others = ", ".join(sorted(each.name for each in folder.glob("*.bin"))) or "none of pickles either"
+        others = ", ".join(sorted(each.name for each in folder.glob("*.bin"))) or "no *.bin file either"
         raise ValueError(
-            f"{folder}: neither {ONE} nor {INDEX} in this folder ({others}); only weights in safetensors can be read: "
-            f"save the weights with transformers"
+            f"{folder}: expected {ONE} or {INDEX}, found {others}: save the weights as safetensors, with transformers"
         )
     try:
         places = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])

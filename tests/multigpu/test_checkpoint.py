@@ -706,7 +706,7 @@ def test_a_folder_that_cannot_be_used_is_one_sentence(ranks, tmp_path, data):
     assert holder.stdout is not None and holder.stdout.readline()
     for said in ranks(2).run(refused_folder, config):
         assert said.startswith(
-            f"--run.dir {tmp_path}/run: somebody is running in this folder; wait for its end, or choose another fo"
+            f"--run.dir {tmp_path}/run: this folder is in use by somebody; wait for the end of that run, or choose"
         )
     holder.kill()
     holder.communicate()

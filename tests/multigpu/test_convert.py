@@ -350,7 +350,7 @@ def wrong_tokens() -> dict[str, str]:
     cut = [{"name": s, "match": n, "style": s, "sequence_parallel": True} for n, s in (("0", "column"), ("1", "row"))]
     dlp.convert(two, cut, mesh, batch=(BATCH + 1, SEQUENCE))
     norm = nn.Sequential(nn.LayerNorm(8)).to(worker.device())
-    torch.use_deterministic_algorithms(True)  # dlp.convert requires it on GPUs if invariant
+    torch.use_deterministic_algorithms(True)  # on GPUs dlp.convert(invariant=True) requires this setting
     try:
         dlp.convert(norm, [{"name": "sp", "match": "0", "sequence_parallel": True}], mesh, batch=(3, 8), invariant=True)
     finally:

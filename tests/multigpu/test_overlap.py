@@ -280,7 +280,8 @@ REDUCTIONS = [("scatter", 16), ("all", 16), ("all", 13)]
 
 
 def said_and_sent() -> dict[tuple[str, str, str, int], tuple[int, int]]:
-    """Return (predicted bytes, counted bytes) of a reduction, by strategy, wire format and kind of reduction."""
+    """Return (predicted bytes, counted bytes) of a reduction, by strategy, wire format, kind of reduction and
+    number of rows."""
     mesh, found = worker.mesh(tp=dist.get_world_size()), {}
     device, group, quantizer = worker.device(), mesh["tp"].get_group(), KeepHighPrecision()
     w = quantizer.cast(torch.ones(24, 8, device=device), None)

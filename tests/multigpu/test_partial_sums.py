@@ -32,8 +32,8 @@ from tests.multigpu.test_grads import (
 
 
 def gathered_between() -> dict[str, Tensor]:
-    """Train with parameters that FSDP keeps gathered after forward, and with accumulated gradients that FSDP reduces
-    only in the last backward; return the gradients."""
+    """Run three backwards with parameters that FSDP keeps gathered after forward; FSDP reduces the accumulated gradients
+    only in the last backward. Return the gradients."""
     torch.manual_seed(3)
     model, mesh = Net(), worker.mesh(tp=2)
     for parameter in model.parameters():

@@ -53,7 +53,7 @@ def trained(recipe: str, quantized: bool) -> list[Trained]:
     mesh, found = worker.mesh(dp_shard=2), []
     for off in (nullcontext(), without_programs()):
         with device(), off:  # type: ignore[attr-defined]
-            size = 512 if recipe == "fp8_block" else 128  # with this size GEMMs read the scales of tiles without a copy
+            size = 512 if recipe == "fp8_block" else 128  # with size 512, GEMMs read tile scales without a copy
             model = shardnet(recipe, mesh, size=size, quantized_gather=quantized)
             losses = train(model, mesh, range(2), microbatches=2)
             found.append((losses, tensors(model), count(model)))

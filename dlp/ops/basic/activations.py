@@ -142,7 +142,9 @@ class _Gate(BasicOperation):
                 )
             return gate, up
         if len(values) != 1:
-            raise ValueError(f"{type(self).__name__}: expected (gate, up); got {len(values)} tensors")
+            raise ValueError(
+                f"{type(self).__name__}: expected (gate, up), or one tensor with both halves; got {len(values)} tensors"
+            )
         x = tensor_of(values[0])
         if x.shape[-1] % 2:
             raise ValueError(

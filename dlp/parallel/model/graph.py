@@ -215,8 +215,8 @@ def graphed_step(step: Callable[..., Result], example_batch: Sequence[Any]) -> G
         A `GraphedStep`, called like `step`. `captured` tells whether a graph exists; `reset()` frees the graph.
 
     Raises:
-        ValueError: for a batch on a CPU, a later batch of another shape, or a learning rate that is a Python number and
-            changed after the capture.
+        ValueError: if `example_batch` is not on a GPU; in a replay, for a batch of other shapes, dtypes or nesting, and if a
+            learning rate that is a Python number has changed since the capture.
 
     Examples:
         On a GPU:

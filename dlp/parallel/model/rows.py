@@ -274,7 +274,7 @@ def with_strategies(rows: Sequence[LayerPlan], place: Place) -> list[LayerPlan]:
 
 
 def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
-    """Yield a note if a group sets a strategy that overlaps transfers with GEMMs, and the transfers use NCCL."""
+    """Yield a note if a layer group sets a strategy that overlaps transfers with GEMMs, and the transfers use NCCL."""
     asked = row.overlap.values() if isinstance(row.overlap, dict) else [row.overlap]
     names = sorted({*asked} - {AUTO, SERIAL})
     if names and place.transport == NCCL and place.tp > 1 and row.style != "local":

@@ -310,7 +310,8 @@ def _as_plain(parameter: Any) -> Iterator[Any]:
 
 
 class SpreadModule(nn.Module):
-    """Base class of modules with parameters on tp, which overrides torch's operations on the parameters of a module."""
+    """Base class of modules with parameters on tp. It overrides the methods of nn.Module that convert, load and save
+    parameters."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SpreadModule:
         """Apply `to`, `half` and the like, which replace DTensors by plain DTensors: parameters keep their class."""
