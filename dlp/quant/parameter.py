@@ -522,21 +522,22 @@ def _copy(func: Any, w: Any, other: Any, non_blocking: bool = False) -> Any:
     if only one parameter has a scale of x."""
     if not (isinstance(w, QuantizedParameter) and isinstance(other, QuantizedParameter)):
         return NotImplemented
-    codes = "quantize the source with the same recipe and mode (dlp.quantize_), or load the weight with assign=True"
-    matrix = "copy from a weight of the same shape and orientation"
-    differs = {
-        f"the source has the format {other.use.format.name}; {codes}": w.use.format != other.use.format,
-        f"the source has the shape {tuple(other.shape)}; {matrix}": w.shape != other.shape,
-        f"one of the two is transposed; {matrix}": w.turned != other.turned,
-        f"one of the two has a static scale of x; {codes}": (w.x_scale is None) != (other.x_scale is None),
-    }
-    if any(differs.values()):
+    target, same_format = f"a weight of {w.use.format.name} codes {tuple(w.shape)}", w.use.format == other.use.format
+    if w.shape != other.shape or w.turned != other.turned:
+        shape = f"the source has the shape {tuple(other.shape)}"
+        differs = shape if w.shape != other.shape else "one of the two is transposed"
         raise ValueError(
-            f"a weight of {w.use.format.name} codes {tuple(w.shape)} cannot be overwritten: "
-            f"{next(reason for reason, found in differs.items() if found)}"
+            f"{target} cannot be overwritten: {differs}; copy from a weight of the same shape and orientation"
         )
-    for target, source in zip(w.inside, other.inside, strict=True):
-        target.copy_(source)
+    if not same_format or (w.x_scale is None) != (other.x_scale is None):
+        kind = f"the source has the format {other.use.format.name}"
+        differs = "one of the two has a static scale of x" if same_format else kind
+        raise ValueError(
+            f"{target} cannot be overwritten: {differs}; quantize the source with the same recipe and mode (dlp.quantize_), or "
+            f"load the weight with assign=True"
+        )
+    for part, source in zip(w.inside, other.inside, strict=True):
+        part.copy_(source)
     return w
 
 

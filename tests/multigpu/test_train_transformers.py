@@ -351,7 +351,9 @@ def test_what_does_not_fit_a_folder_is_refused_by_name(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="tp 4 does not divide num_key_value_heads 2"):
         plan_for(cut, 4, "cpu")
     head = [*given, "--mesh.tp", "2", "--groups.default.match", '["lm_head"]', "--groups.default.style", "column"]
-    with pytest.raises(ValueError, match="lm_head: style = 'column', but a module of transformers outside of blocks"):
+    with pytest.raises(
+        ValueError, match="lm_head: style = 'column', but outside of the blocks modules of transformers"
+    ):
         plan_for(command_line(make_parser("launch.train", ""), head)[1], 2, "cpu")
     with pytest.raises(ConfigError, match="is a model of transformers, and this program expects the sizes of a family"):
         _ = command_line(make_parser("launch.prove", ""), given)[1].family
