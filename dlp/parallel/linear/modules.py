@@ -206,7 +206,7 @@ class LinearCore(LayerState):
         """Return the bound spec under which a forward of this layer runs now, and set the delayed scales of this forward in the
         session where they differ from the table."""
         own, session = self.bound, self.bound.session
-        own_scales = own.spec.slots and not session.attached  # delayed scales that no step boundary updates
+        own_scales = not session.attached and own.spec.slots  # delayed scales that no step boundary updates
         in_region = REGION.get() is not None or session.regions
         if in_region or own_scales or self.ran_under.recipe_changed or saved_tensor_hooks() is not None:
             return spec_among_others(self)
