@@ -74,7 +74,7 @@ lint: $(READY) ## ruff, mypy, and the number of parameters
 	$(NEEDS) ruff mypy
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
-	@$(PYTHON) -m mypy dlp launch bench
+	@$(PYTHON) -m mypy dlp launch bench tests/gpu
 	@$(PYTHON) tools/parameters.py dlp launch bench
 
 docs: $(READY) $(if $(READY),$(VENV)/.installed-docs) ## build the documentation site into build/site; a broken link or reference is an error

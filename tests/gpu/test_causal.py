@@ -50,6 +50,7 @@ def by(backend: str | None, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, compile
             return causal(*qkv)
 
     torch._dynamo.reset()  # torch would compile later shapes with dynamic sizes, and stop at its limit of graphs
+    torch.compiler.allow_in_graph(causal)  # a `dlp.Context` of several ranks does the same
     leaves = [each.detach().requires_grad_() for each in (q, k, v)]
     y = (torch.compile(attend, fullgraph=True) if compiled else attend)(*leaves)
     return [y, *torch.autograd.grad(y, leaves, dy)]

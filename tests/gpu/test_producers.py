@@ -339,6 +339,6 @@ def test_bias_gradients_are_the_reference_s(device, dtype):
         layer = dlp.Linear(128, 256, True, recipe=recipe, device=device, dtype=dtype)
         for step in range(3):
             dy = torch.randn(320, 256, generator=torch.Generator().manual_seed(step)).to(dtype)
-            layer.bias.grad = None
+            layer.zero_grad()
             layer(torch.randn(320, 128, device=device, dtype=dtype)).backward(dy.to(device))
             assert_bit_equal(layer.bias.grad.cpu(), ops.column_sums(dy).to(dtype), f"{recipe} step {step}")

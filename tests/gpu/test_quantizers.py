@@ -111,7 +111,7 @@ def test_a_cast_reads_nothing_back(device, recipe):
     mine.mul_(-4)
     graph.replay()
     for q, quantizer, values_of, place in zip(
-        made, (both.rowwise, both.columnwise), (-4 * x, -4 * x.t()), at(x, "cpu"), strict=True
+        made, (recipe.dy.rowwise, recipe.dy.columnwise), (-4 * x, -4 * x.t()), at(x, "cpu"), strict=True
     ):
         assert_same(q, quantizer.cast(values_of, quantizer.observe(values_of), slot=slot("cpu"), at=place), "replayed")
 
