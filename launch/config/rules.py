@@ -227,8 +227,11 @@ def cannot_capture(config: Settings) -> str:
         return f"statistics are read in each step of group {', '.join(measured)}; leave stats out of the group"
     if config.data.reset_attention:
         return "the number of documents changes with each step; set [data] reset_attention = false"
-    if isinstance(config.model, PretrainedModel):
-        return "modules of transformers may read device memory on the host; set [train] cuda_graph = false or auto"
+    if isinstance(config.model, PretrainedModel) and config.train.cuda_graph == "auto":
+        return (
+            "modules of transformers may read device memory on the host; [train] cuda_graph = true captures steps of modules "
+            "that do not"
+        )
     if config.train.invariant:
         return "the sums of invariant = true read checksums of gradients on the host; set [train] invariant = false"
     return ""

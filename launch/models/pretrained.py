@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -184,13 +185,36 @@ class Pretrained(Architecture):
         load_pretrained(model, self.folder)
 
     def logits(self, model: nn.Module, tokens: Tensor, documents: Documents | None = None) -> Tensor:
-        logits: Tensor = model(tokens, use_cache=False).logits
+        with without_reads():
+            logits: Tensor = model(tokens, use_cache=False).logits
         return logits.flatten(0, -2)
 
     def estimated(self, tp: int, layers: int, dtype: torch.dtype) -> tuple[nn.Module, Sequence[str]]:
         model: Any = meta_model(self.folder, dtype=dtype)
         model.config.use_cache = False
         return model.eval(), self.blocks
+
+
+@contextmanager
+def without_reads() -> Iterator[None]:
+    """Context in which modules of transformers choose attention masks without reading device memory.
+
+    To find packed sequences, transformers compares positions on the device, for whose result the host would wait in each
+    microbatch; the launcher packs no sequences. While a CUDA graph is captured, some versions of transformers give attention
+    a mask in place of `is_causal`, with which slower kernels run than in launched steps."""
+    from transformers import masking_utils
+    from transformers.utils import import_utils
+
+    answers = {
+        (masking_utils, "find_packed_sequence_indices"): lambda positions: None,
+        (import_utils, "is_cuda_stream_capturing"): lambda: False,
+    }
+    with ExitStack() as stack:
+        for place, answer in answers.items():
+            if hasattr(*place):
+                stack.callback(setattr, *place, getattr(*place))
+                setattr(*place, answer)
+        yield
 
 
 def dropouts(config: Any) -> dict[str, float]:

@@ -319,11 +319,18 @@ class Trainer:
         return loss.detach()
 
     def replay(self, batches: Sequence[Batch]) -> Tensor:
-        """Run `compute` as a CUDA graph, which is captured first if necessary. Same result as `compute`."""
+        """Run `compute` as a CUDA graph, which is captured first if necessary. Same result as `compute`. Raises RuntimeError if
+        the step cannot be captured."""
         self.saver.before_update()
         if not self.replays.captured:
             with self.wire.capture():
-                self.replays.make(self.compute, batches)
+                try:
+                    self.replays.make(self.compute, batches)
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        "the step cannot be captured as a CUDA graph, for example because a module reads device memory on the "
+                        "host; set [train] cuda_graph = false"
+                    ) from error
         numbers = self.replays(batches)
         self.wire.replayed()
         return numbers

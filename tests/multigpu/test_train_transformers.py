@@ -10,11 +10,12 @@ import logging
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlp
 from dlp.tp_plan import named_blocks
@@ -23,6 +24,8 @@ from launch.checkpoint.manifest import complete
 from launch.config.run_config import Config, command_line, load, make_parser
 from launch.data.sources import open_sources
 from launch.data.token_stream import TokenStream
+from launch.models.pretrained import Pretrained
+from launch.models.settings import PretrainedModel
 from launch.settings.schema import ConfigError
 from launch.train import plan_text
 from launch.training.build import plan_for
@@ -257,6 +260,28 @@ def test_blocks_are_compiled_without_graph_breaks(
         assert abs(before - after) <= NEAR_BF16[device_type] * before
 
 
+class Reads(TorchDispatchMode):
+    """Count the tensors that the host reads."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM"])
+def test_the_host_reads_nothing_in_a_forward(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A read would make the host wait for the GPU in each microbatch."""
+    pretrained = Pretrained(PretrainedModel(folder=str(saved(architecture, tmp_path))))
+    model, tokens = transformers.AutoModelForCausalLM.from_pretrained(pretrained.folder), hf_models.tokens(0)
+    with Reads() as plain:
+        expected = model(tokens, use_cache=False).logits.flatten(0, 1)
+    with Reads() as ours:
+        assert torch.equal(pretrained.logits(model, tokens), expected)
+    assert plain.count > 0 == ours.count
+
+
 def dtypes(config: Config) -> set[str]:
     made, _ = training.trainer(config)
     return {str(parameter.dtype) for parameter in made.built.model.parameters()}
@@ -311,6 +336,23 @@ def test_the_plan_of_a_folder(tmp_path: Path, shards: Path):
     saved("LlamaForCausalLM", tmp_path)
     said = plan_text(config(tmp_path, shards, "--mesh.tp", "2"), 4, "h200")
     assert "memory: each rank needs" in said and "time: not predicted: mine.toml: --model" in said, said
+    assert "one by one (modules of transformers may read device memory on the host; [train] cuda_graph = true" in said
+    asked = config(tmp_path, shards, "--mesh.tp", "2", "--train.cuda_graph", "true")
+    assert "cuda graph: steps are captured after 3 eager steps" in plan_text(asked, 4, "h200")
+
+
+@pytest.mark.ranks(1)
+def test_a_step_that_cannot_be_captured_is_named(ranks, tmp_path: Path, shards: Path):
+    saved("LlamaForCausalLM", tmp_path)
+    assert ranks(1).run(refused_capture, config(tmp_path, shards))[0].startswith("the step cannot be captured as a CUDA")
+
+
+def refused_capture(config: Config) -> str:
+    made, _ = training.trainer(config)
+    made.replays.capture = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
+    with pytest.raises(RuntimeError) as caught:
+        made.replay([])
+    return str(caught.value)
 
 
 def asked_for(folder: Path, *arguments: str) -> str:
@@ -344,7 +386,6 @@ def test_what_does_not_fit_a_folder_is_refused_by_name(tmp_path: Path, monkeypat
         ([*given, "--data.reset_attention", "true"], "[data] reset_attention: expected false"),
         ([*given, "--train.attention", "flash"], "[train] attention: expected auto"),
         ([*given, "--train.init_from", "x"], "[train] init_from: expected none"),
-        ([*given, "--train.cuda_graph", "true"], "[train] cuda_graph = true: modules of transformers may read"),
     ):
         assert says in asked_for(tmp_path, *arguments), arguments
     cut = command_line(make_parser("launch.train", ""), [*given, "--mesh.tp", "4"])[1]
