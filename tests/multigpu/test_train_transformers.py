@@ -344,7 +344,9 @@ def test_the_plan_of_a_folder(tmp_path: Path, shards: Path):
 @pytest.mark.ranks(1)
 def test_a_step_that_cannot_be_captured_is_named(ranks, tmp_path: Path, shards: Path):
     saved("LlamaForCausalLM", tmp_path)
-    assert ranks(1).run(refused_capture, config(tmp_path, shards))[0].startswith("the step cannot be captured as a CUDA")
+    assert (
+        ranks(1).run(refused_capture, config(tmp_path, shards))[0].startswith("the step cannot be captured as a CUDA")
+    )
 
 
 def refused_capture(config: Config) -> str:
