@@ -1,4 +1,4 @@
-"""Attention: packed rows give the results of separate documents, and the choice of an attention backend."""
+"""Attention: packed rows against separate documents, attention by head, and the choice of the attention backend."""
 
 from __future__ import annotations
 

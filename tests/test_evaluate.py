@@ -330,9 +330,13 @@ def test_each_of_several_prompts_is_written_on_as_if_it_were_alone(ranks, checkp
 
 
 def scored(path: str, tp: int) -> tuple[list[float], list[bool], str, list[Any]]:
-    """Return the scores of the most likely continuation and of two other continuations, whether each continuation is the
-    most likely, a generated text, and the results of the methods for lm_eval (an empty list if lm_eval is not installed).
-    Check that a text can end at a given string. Runs in a worker."""
+    """Return (scores, greedy, text, results), and check that a generated text ends before a given string. Runs in a worker.
+
+    scores    log-probabilities of the greedy continuation and of two other continuations
+    greedy    for each continuation, whether every token is the argmax
+    text      text generated after the prompt
+    results   results of loglikelihood and loglikelihood_rolling; empty if lm_eval is not installed
+    """
     found = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"))
     context, follows = PROMPT[0].tolist(), generate.write(found, PROMPT, 3).tokens[0, 5:].tolist()
     scores = [harness.score(found, context, each) for each in (follows, [*follows[:2], 0], [255])]

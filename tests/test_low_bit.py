@@ -61,7 +61,7 @@ def everything(made: Optimizer, over: list[nn.Parameter]) -> dict[str, Tensor]:
     for i, each in enumerate(over):
         found[f"{i}"] = each.detach().clone()
         for key, value in made.state[each].items():
-            if hasattr(value, "__tensor_flatten__") and type(value) is not Tensor:  # a class of torchao
+            if hasattr(value, "__tensor_flatten__") and type(value) is not Tensor:  # a quantized state of torchao
                 value = {part: getattr(value, part) for part in ("codes", "scale")}
             for part, tensor in (value if isinstance(value, dict) else {"": value}).items():
                 found[f"{i}.{key}.{part}"] = tensor.detach().clone().view(-1)

@@ -175,7 +175,7 @@ class IntoInput(nn.Module):
 
 
 class Added(nn.Module):
-    """Ops on the norm of a sum; the sum itself is an extra output."""
+    """Model that computes s = x + 2x and returns behind(RMSNorm(s)) + s. s is an extra output of the ops."""
 
     def __init__(self, *behind: nn.Module) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def block() -> nn.Module:
 
 def test_a_range_is_no_launch_and_no_call():
     with captured._Watch(), profiler.profile(), named_range("up.fprop"):
-        pass  # an operation here would raise NotPlain
+        pass  # `_Watch` raises NotPlain if a range runs an operation of torch
     calls = []
     sys.setprofile(lambda frame, event, _: calls.append(event) if event == "call" else None)
     try:

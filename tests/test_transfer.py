@@ -1,4 +1,4 @@
-"""LinearPlan as a value: transfers are decided from recipe, style and tokens alone, without tensors or ranks."""
+"""Transfers of a `LinearPlan` follow from recipe, style, tp size and number of tokens. No process group is needed."""
 
 from __future__ import annotations
 

@@ -90,10 +90,11 @@ class Transport:
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
-        """Return the number, 1 to 2**30 - 1, of a transfer of the current pass, or of the amax agreements of the pass (transfer
-        0).
+        """Return the number of a transfer, 1 to 2**30 - 1: a hash of layer, pass, transfer and piece, so that all ranks compute the
+        same number.
 
-        The number is a hash of the name of the use, so that all ranks compute the same number."""
+        transfer   index of the transfer in the current pass; 0: the amax agreements of the pass
+        piece      index of the piece of the transfer"""
         key = self._pass, transfer, piece
         if key not in self._numbers:
             layer, pass_name = self._pass

@@ -53,7 +53,7 @@ class Label(NamedTuple):
 
     layer       name of the layer; "": no layer
     purpose     one of PURPOSES; "": the purpose that the observer assumes for the group and kind (`Observer.unlabelled`)
-    precision   precision that is counted; "": the dtype of the tensors that are sent
+    precision   precision under which the bytes are counted; "": the dtype of the sent tensors
     """
 
     layer: str = ""

@@ -136,10 +136,11 @@ class Exchange:
         self._sent = list[tuple[int, int, Sequence[Tensor]]]()
 
     def send(self, chunks: Sequence[Tensor], to: int, row: int = 0) -> None:
-        """Send this rank's chunk of each part to rank `to`, which may be this rank. The copies start after the previous work of
-        the current stream, which writes the chunks.
+        """Send chunk `to` of each part, or some rows of the chunk, to rank `to`, which may be this rank. The copies start after
+        all earlier work of the current stream, such as the kernels that write the chunks.
 
-        row   if not 0: `chunks` are rows of the full chunks, from this row on"""
+        chunks   for each part: chunk `to`, or consecutive rows of it
+        row      index of the first of these rows in the full chunk"""
         for chunk in chunks:
             self._transport.count(chunk, to)
         if to != self._transport.rank:

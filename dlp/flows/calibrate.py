@@ -116,7 +116,7 @@ class _Observed:
         """Record the numbers that `look` computes from x [M, K] or y [M, N] of a layer. Each recorded number is the maximum
         since the last `close`, and at least 0; Inf if x or y has Inf or NaN."""
         self.ran.add(name)
-        found, finite = self.look(x), x.isfinite().all()  # checked apart, since `ops.amax` ignores NaN
+        found, finite = self.look(x), x.isfinite().all()  # a separate check: `ops.amax` ignores NaN
         for end, number in zip(self.ends, found if isinstance(found, tuple) else (found,), strict=True):
             staging = self.table.slot(f"{name}{end}").staging
             staging.copy_(torch.maximum(staging, torch.where(finite, number.float(), torch.inf)))

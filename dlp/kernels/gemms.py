@@ -86,14 +86,16 @@ class GemmProblem(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales of A and B, and scale modes.
+    """Scales of the operands A and B, and the scale mode of each operand.
+
+    The mode defines dtype and shape of the scales of an operand [lines, C]: lines are rows of A or of B, C is the contraction.
 
     TENSOR         fp32 []
     ROWWISE        fp32 [lines]
-    BLOCK_1D       fp32 [C/128, lines padded to 4]
-    BLOCK_2D       fp32 [lines/128, C/128 padded to 4]
-    NVFP4_BLOCKS   E4M3 bytes of blocks of 16, in tiles of 128x4
-    MX_BLOCKS      E8M0 bytes of blocks of 32, in tiles of 128x4
+    BLOCK_1D       fp32 [C/128, lines], lines zero-padded to a multiple of 4
+    BLOCK_2D       fp32 [lines/128, C/128], C/128 zero-padded to a multiple of 4
+    NVFP4_BLOCKS   E4M3, one for each 16 elements along C, stored in tiles of 128 lines x 4 scales
+    MX_BLOCKS      E8M0, one for each 32 elements along C, stored in tiles of 128 lines x 4 scales
     """
 
     a: Tensor

@@ -289,7 +289,8 @@ class CastContext(NamedTuple):
     slot_names: Sequence[str | None] = ()
 
 
-# Function (plan, member, shape and device of the values, whether amaxes count for delayed scales) -> `CastContext`
+# Function that returns the `CastContext` of a matrix. Arguments: plan, name of the linear (member), shape, device, and whether
+# amaxes are recorded for delayed scales
 GetContext = Callable[["CastPlan", str, torch.Size, torch.device, bool], CastContext]
 
 

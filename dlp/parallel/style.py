@@ -34,9 +34,9 @@ class GemmComm:
 class ParallelStyle:
     """One row of the table of styles.
 
-    shard_dim              dimension of w [N, K] that tp shards; None: each rank has the full weight
+    shard_dim              dimension of w [N, K] that is sharded over tp; None: each rank has the full weight
     fprop, dgrad, wgrad    communication of each GEMM
-    cut_x, cut_dy          dimension of x [M, K] and of dy [M, N] that tp shards; None: each rank has the full tensor
+    cut_x, cut_dy          dimension of x [M, K] and of dy [M, N] that is sharded over tp; None: no dimension
     """
 
     name: str
@@ -68,7 +68,7 @@ class ParallelStyle:
         return self.cut_dy == 0
 
     def cut(self, tensor: str) -> int | None:
-        """Return the dimension of x, w, dy, y or dx, as stored, that tp shards; None: each rank has the full tensor."""
+        """Return the dimension of x, w, dy, y or dx, as stored, that is sharded over tp; None: each rank has the full tensor."""
         cuts = {"x": self.cut_x, "w": self.shard_dim, "dy": self.cut_dy, "y": self.cut_dy, "dx": self.cut_x}
         return cuts[tensor]
 

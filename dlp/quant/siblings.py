@@ -69,10 +69,11 @@ class Siblings(Format):
 
 @table.remembered
 def together(a: Format, b: Format, count: int, device: str) -> tuple[Siblings, Siblings] | None:
-    """Return the formats of the joined operands A and B of `count` siblings, whose operands have the formats `a` and `b`.
+    """Return the formats of the joined operands A and B of `count` siblings. Each sibling has operands of the formats `a` and
+    `b`.
 
-    None if `count` is 1, if a format has a method `gemm`, or if the kernel table has no kernel for the joined formats on
-    `device`, one of DEVICES."""
+    The result is None if `count` is 1, if a format has a method `gemm`, or if the kernel table has no kernel for the joined
+    formats on `device`, one of `dlp.kernels.table.DEVICES`."""
     pair = Siblings(a, count), Siblings(b, count)
     kinds = pair[0].gemm_kind, pair[1].gemm_kind
     named = any(kinds in entry.formats for entry in table.gemm_entries(device))

@@ -47,8 +47,8 @@ class Part:
     contraction: int | None = UNSAID
 
     def moves_along(self, dim: int) -> int | None:
-        """Return the dimension of this part along which shards are concatenated in a gather along dimension `dim` of the
-        operand: `rows` for 0, `contraction` for 1."""
+        """Return the dimension of this part along which a gather of the operand along dimension `dim` concatenates the shards:
+        the field `rows` for dim 0, the field `contraction` for dim 1; the result may be SHARED or UNSAID."""
         return (self.rows, self.contraction)[dim]
 
 
@@ -59,10 +59,10 @@ def as_bytes(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """Quantized GEMM operand [rows, contraction]: a plain record that autograd does not know.
+    """Quantized GEMM operand [rows, contraction]. The class is no torch.Tensor, and autograd does not track it.
 
     Args:
-        format: the format.
+        format: format, which defines the parts and how they are decoded.
         parts: tensors in the order of `format.parts`.
 
     Examples:

@@ -43,7 +43,7 @@ from dlp.quant.tensor import SHARED, QuantizedTensor
 
 LOG = logging.getLogger("dlp")
 ACTIONS = ("raise", "warn", "ignore")
-WEIGHT_SAMPLE = 64  # sampled values per weight
+WEIGHT_SAMPLE = 64  # minimum number of values that `evenly` samples of a shard; smaller shards are compared completely
 ALWAYS, THEN = 10, 100  # checks run in steps below ALWAYS, and then in each multiple of THEN
 Named = dict[str, Tensor]
 Mark = tuple[int, int, int, int]

@@ -425,11 +425,12 @@ def replicate(
     module: nn.Module, name: str, *, on_shards: bool = False, reads_cut: bool = False, token_rows: int | None = None,
     tp_size: int = 1, inside: tuple[nn.Module, ...] = (),
 ) -> None:  # fmt: skip
-    """Change the class of a module, so that forward reads plain tensors in place of parameters.
+    """Change the class of a module, so that forward reads local tensors in place of DTensor parameters.
 
+    name         name of the module, for messages
     on_shards    whether the module runs on token shards
-    reads_cut    whether the module reads features that tp shards
-    token_rows   tokens of a shard, checked at each call; None: not checked
+    reads_cut    whether the module reads features that are sharded over tp
+    token_rows   number of tokens of a shard, checked at each call; None, or with reads_cut: not checked
     tp_size      number of tp ranks
     inside       for a left-out module: the module and the modules in it, if they have parameters; () for other modules
     """

@@ -101,7 +101,7 @@ class OtherPlan:
     kind        class name of the module
     style       "vocab" (embedding sharded along the vocabulary), "replicated" or "left out"
     parameters  number of parameters on this rank, before FSDP
-    reads_cut   whether the module reads features that tp shards
+    reads_cut   whether the module reads features that are sharded over tp
     """
 
     name: str
@@ -345,7 +345,7 @@ def plan_parameters(
     """Return one row for each parameter of `modules`; a shared parameter has one row.
 
     linears     name of each linear -> its style
-    vocabulary  names of embeddings that tp shards
+    vocabulary  names of embeddings that are sharded over tp
     partial     names of other modules whose gradients on a tp rank are partial sums
     """
     found: dict[int, ParameterPlan] = {}
@@ -367,7 +367,8 @@ def plan_parameters(
 def _treatment(
     name: str, key: str, style: ParallelStyle | None, vocabulary: set[str], partial: set[str]
 ) -> tuple[int | None, bool]:
-    """Return the dimension of a parameter that tp shards (None: replicated), and whether the gradient is a partial sum."""
+    """Return the dimension of a parameter that is sharded over tp (None: replicated), and whether the gradient is a partial
+    sum."""
     if style is None:
         return (0, False) if name in vocabulary else (None, name in partial)
     if key.startswith("weight"):  # a layer with several weights has weight_0, weight_1, ...

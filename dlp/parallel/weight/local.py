@@ -179,7 +179,7 @@ def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Pa
     tensor.
 
     tp          mesh with the tp axis; None: the parameter is a plain tensor
-    shard_dim   dimension that tp shards; None: replicated
+    shard_dim   dimension that is sharded over tp; None: replicated
     """
     part: Tensor = tensor.detach()
     if tp is not None:
