@@ -68,7 +68,7 @@ class ParallelStyle:
         return self.cut_dy == 0
 
     def cut(self, tensor: str) -> int | None:
-        """Return the dimension of x, w, dy, y or dx, as stored, that is sharded over tp; None: each rank has the full tensor."""
+        """Return the dimension of x, w, dy, y or dx, as stored, that is sharded over tp; None: no dimension."""
         cuts = {"x": self.cut_x, "w": self.shard_dim, "dy": self.cut_dy, "y": self.cut_dy, "dx": self.cut_x}
         return cuts[tensor]
 

@@ -1,7 +1,7 @@
 """Block FP8: one fp32 scale per 128 elements of the contraction, or per 128x128 tile (arXiv 2412.19437).
 
-By default the multiplier of a cast is rounded down to a power of two, so that scale_inv is a power of two and decoded values are
-exact in bf16. The last block of a dimension may be partial.
+By default the multiplier of a cast is rounded down to a power of two, so that scale_inv is a power of two and decoded values
+are exact in bf16. The last block of a dimension may be partial.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ def check_device(config: Config, device_type: str) -> bool:
         raise ConfigError(f"{config.source}: [train] profiler: expected a GPU for nvtx, got a CPU: set it to torch")
     if config.train.sentinel and device_type != "cpu" and not config.train.deterministic:
         raise ConfigError(
-            f"{config.source}: [train] sentinel: expected deterministic = true on GPUs, got false: a microbatch that runs twice "
-            f"may otherwise differ in the bits of the backward of attention; set deterministic = true"
+            f"{config.source}: [train] sentinel: expected deterministic = true on GPUs, got false: a microbatch that runs "
+            f"twice may otherwise differ in the bits of the backward of attention; set deterministic = true"
         )
     check_installed(config)
     check_kernels(config, device_type)

@@ -329,7 +329,7 @@ def test_the_plan_of_a_folder(tmp_path: Path, shards: Path):
     assert "model.layers.*.mlp.experts" in said and "has no counterpart" in said
     assert "dropout is not applied (attention_dropout = 0.1 in config.json)" in said
     assert "\nmemory: each rank needs" in said and "cuda graph: steps are launched one by one" in said
-    # Memory is estimated for GPT-2, whose blocks have Conv1D instead of linears, and OPT, which computes positions from the mask
+    # Blocks of GPT-2 have Conv1D instead of linears; OPT computes positions from the mask
     for architecture in ("GPT2LMHeadModel", "OPTForCausalLM"):
         saved(architecture, tmp_path)
         assert "\nmemory: each rank needs" in plan_text(config(tmp_path, shards), 4, "sm_90"), architecture
