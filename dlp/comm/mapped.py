@@ -90,7 +90,7 @@ class Transport:
         return slot
 
     def _number(self, transfer: int, piece: int = 0) -> int:
-        """Return the number of a transfer, 1 to 2**30 - 1: a hash of layer, pass, transfer and piece, which is equal on all ranks.
+        """Return the number of a transfer, 1 to 2**30 - 1: a hash of layer, pass, transfer and piece, equal on all ranks.
 
         transfer   index of the transfer in the current pass; 0: the amax agreements of the pass
         piece      index of the piece of the transfer"""

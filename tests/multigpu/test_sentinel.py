@@ -370,9 +370,7 @@ def test_random_flips_are_named_by_rank_and_layer(ranks, tmp_path):
 
 def test_gpus_must_repeat_their_bits():
     config = load("tiny", ["--train.sentinel", "64"])
-    with pytest.raises(
-        ConfigError, match="expected deterministic = true on GPUs, got false: a microbatch that runs"
-    ):
+    with pytest.raises(ConfigError, match="expected deterministic = true on GPUs, got false: a microbatch that runs"):
         build(config, None, torch.device("cuda"))  # type: ignore[arg-type]
 
 

@@ -188,13 +188,9 @@ def linear_backward(
 
 
 def _dgrad(
-    bound: BoundSpec,
-    plan: LinearPlan,
-    dy_rows: Sequence[Rowwise | None],
-    ws: Sequence[QuantizedTensor],
-    wanted: GradsWanted,
-    finish: Finish,
-) -> Tensor | Pending[Tensor]:
+    bound: BoundSpec, plan: LinearPlan, dy_rows: Sequence[Rowwise | None], ws: Sequence[QuantizedTensor],
+    wanted: GradsWanted, finish: Finish,
+) -> Tensor | Pending[Tensor]:  # fmt: skip
     """Compute dx [M, K], which may be padded, from dy_i rowwise [M, N_i] and w_i columnwise [K, N_i]; if dx is reduced over tp,
     return the reduction in flight. The dgrads of siblings are summed in fp32."""
     options = plan.recipe.dgrad
@@ -244,16 +240,10 @@ def _changed_dx(bound: BoundSpec, dx: Tensor, saved: Sequence[Tensor]) -> Tensor
     return dx
 
 
-# GEMMs
-
-
 def token_gemm(
-    spec: LinearSpec,
-    reduce: Reduction | None,
-    operands: Sequence[Rowwise | None],
-    gemms: Sequence[Gemm],
+    spec: LinearSpec, reduce: Reduction | None, operands: Sequence[Rowwise | None], gemms: Sequence[Gemm],
     dtype: torch.dtype,
-) -> Tensor | Pending[Tensor]:
+) -> Tensor | Pending[Tensor]:  # fmt: skip
     """Compute the sum over i of gemm_i(operand_i) [M, features]: fprop or dgrad, where tokens are rows of the result.
 
     reduce     the reduction of the sum over tp; None: no reduction
