@@ -30,8 +30,8 @@ from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model import embedding
 from dlp.parallel.model.session import session_of
 from dlp.parallel.weight.fsdp2 import CodecReduceScatter
-from dlp.parallel.weight.local import LocalWeight
-from dlp.proof.cases import MeshCase, held
+from dlp.parallel.weight.local import LocalWeight, local_values
+from dlp.proof.cases import MeshCase
 from dlp.quant.fp8 import CurrentScaling
 from launch.models import modules
 from launch.models.modules import Llama
@@ -165,7 +165,7 @@ def summed_again(here: Here) -> None:
         due = list(partial._due)
         once()
         for parameter in due:
-            grad = held(parameter.grad)
+            grad = local_values(parameter.grad)
             grad.copy_(collectives.all_reduce(grad, partial.group).wait())
 
     here.patch(partial, "_sum", twice)
@@ -316,7 +316,7 @@ def stale_gather(here: Here) -> None:
     before: list[Tensor] = []
 
     def old(module: nn.Module, args: Any) -> None:
-        weight = held(module.weight).data  # autograd does not see writes into `data`, nor writes of FSDP
+        weight = local_values(module.weight).data  # autograd does not see writes into `data`, nor writes of FSDP
         now = weight.clone()
         if before:
             weight.copy_(before[-1])
@@ -341,21 +341,23 @@ def other_scale(here: Here) -> None:
 
 
 def held_bias(here: Here) -> Tensor:
-    return held(here.model.model.layers[0].mlp.up_proj.bias)
+    return local_values(here.model.model.layers[0].mlp.up_proj.bias)
 
 
 def other_shard(here: Here) -> None:
     """The ranks of tp have each other's shard of a weight."""
     weight = here.model.model.layers[0].mlp.down_proj.weight
-    gathered = collectives.all_gather((held(weight)[None].contiguous(),), (0,), here.mesh.get_group("tp")).wait()[0]
+    gathered = collectives.all_gather(
+        (local_values(weight)[None].contiguous(),), (0,), here.mesh.get_group("tp")
+    ).wait()[0]
     with torch.no_grad():
-        held(weight).copy_(gathered[1 - here.tp])
+        local_values(weight).copy_(gathered[1 - here.tp])
 
 
 def own_seed(here: Here) -> None:
     """Every rank draws the weight of a norm independently."""
     with torch.no_grad():
-        weight = held(here.model.model.layers[1].input_layernorm.weight)
+        weight = local_values(here.model.model.layers[1].input_layernorm.weight)
         weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * here.tp)
 
 
@@ -407,15 +409,15 @@ def swapped_positions(here: Here) -> None:
 
 def bias_on_each_rank(here: Here) -> None:
     """down_proj adds the bias before the sum over tp."""
-    other_pass("layers.0.mlp.down_proj", lambda here, y, call: y + held(here.model.model.layers[0].mlp.down_proj.bias))(
-        here
-    )
+    other_pass(
+        "layers.0.mlp.down_proj", lambda here, y, call: y + local_values(here.model.model.layers[0].mlp.down_proj.bias)
+    )(here)
 
 
 def bias_left_out(here: Here) -> None:
-    other_pass("layers.1.mlp.down_proj", lambda here, y, call: y - held(here.model.model.layers[1].mlp.down_proj.bias))(
-        here
-    )
+    other_pass(
+        "layers.1.mlp.down_proj", lambda here, y, call: y - local_values(here.model.model.layers[1].mlp.down_proj.bias)
+    )(here)
 
 
 def tied_head_alone(here: Here) -> None:
@@ -433,7 +435,7 @@ def tied_head_alone(here: Here) -> None:
             dx = dy @ ctx.saved_tensors[0]
             return collectives.all_reduce(dx, here.mesh.get_group("tp")).wait(), None
 
-    here.patch(head, "forward", lambda x: Cut.apply(x, held(head.weight)))
+    here.patch(head, "forward", lambda x: Cut.apply(x, local_values(head.weight)))
 
 
 def embedding_unsummed(here: Here) -> None:
@@ -463,7 +465,7 @@ def local_norm(here: Here) -> None:
 
 
 def _local_norm(self: Any) -> Tensor:
-    grads = [held(parameter.grad) for parameter in self._parameters]
+    grads = [local_values(parameter.grad) for parameter in self._parameters]
     return torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
 
 

@@ -18,7 +18,8 @@ class Waits:
     def __init__(self) -> None:
         self.now, self.asked = [WAITS], 0
 
-    def own_waits(self) -> list[str]:
+    def waits(self, *, own: bool) -> list[str]:
+        assert own
         self.asked += 1
         return list(self.now)
 

@@ -90,9 +90,7 @@ class Lockstep:
         for axis, group in self._groups.items():
             if axis != TP and not sharded:
                 continue
-            with observer.label(layer=CHECKS, purpose="other"):
-                (seen,) = collectives.all_gather((torch.tensor([numbers], device=device),), (0,), group).wait()
-            told = seen.view(-1, len(numbers)).tolist()
+            told = gather_compared(torch.tensor(numbers, device=device), group).tolist()
             if any(each[: 4 if axis == TP else 2] != told[0][: 4 if axis == TP else 2] for each in told):
                 ranks = dist.get_process_group_ranks(group)
                 does = "; ".join(f"rank {rank} {_said(each)}" for rank, each in zip(ranks, told, strict=True))
@@ -102,6 +100,13 @@ class Lockstep:
                     + (", on inputs of the same shapes" if axis == TP else "")
                     + ": give each rank the same number of batches (a sampler with drop_last, or the same steps per epoch)"
                 )
+
+
+def gather_compared(values: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather values of all ranks for a comparison, [...] to [R, ...]. Observers count the bytes under the layer CHECKS."""
+    with observer.label(layer=CHECKS, purpose="other"):
+        (gathered,) = collectives.all_gather((values[None],), (0,), group).wait()
+    return gathered
 
 
 def _said(numbers: list[int]) -> str:

@@ -126,13 +126,12 @@ class Transport:
         slot = self.begin(size)
         whole = dict(zip(sent, views(slot.payload, starts, sent_shapes, sent_dtypes), strict=True))
         mine = [
-            whole[i].chunk(self.world)[self.rank] if dim == 0 and 0 not in shape else self._empty(shape, dtype)
+            whole[i].chunk(self.world)[self.rank]
+            if dim == 0 and 0 not in shape
+            else torch.empty(tuple(shape), dtype=dtype, device=self.device)
             for i, (shape, dtype, dim) in enumerate(zip(shapes, dtypes, dims, strict=True))
         ]
         return Gathering(self, slot, tuple(mine), whole, dict(zip(sent, starts, strict=True)), dims)
-
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def gathering(self, parts: Sequence[Tensor], dims: Sequence[int | None]) -> Gathering:
         """Return a `Gathering` of existing parts. A part with dim None is equal on all ranks and is not sent."""
@@ -178,14 +177,11 @@ class Transport:
         slot.agree(observed[first:], largest[first:], use)
         return largest
 
-    def waits(self) -> list[str]:
-        """Return one line for each pair of ranks of this group in which one rank waits for the other now."""
-        return [self._describe(size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits()]
-
-    def own_waits(self) -> list[str]:
-        """Return the lines of `waits` for the pairs in which this rank waits."""
+    def waits(self, *, own: bool = False) -> list[str]:
+        """Return one line for each pair of ranks of this group in which one rank waits for the other now. `own`: only pairs in
+        which this rank waits."""
         every = ((size, wait) for (size, *_), slot in self._slots.items() for wait in slot.waits())
-        return [self._describe(size, wait) for size, wait in every if wait.a == self.rank]
+        return [self._describe(size, wait) for size, wait in every if not own or wait.a == self.rank]
 
     def _describe(self, size: int, wait: Wait) -> str:
         awaited = WAITS_FOR[wait.what]

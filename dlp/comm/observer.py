@@ -26,7 +26,7 @@ Callers use `label` to name the layer, purpose and precision of a transfer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -343,11 +343,3 @@ def totals(counts: Mapping[Any, int], *fields: str) -> dict[Any, int]:
         chosen = tuple(getattr(key, field) for field in fields)
         sums[chosen[0] if len(fields) == 1 else chosen] += count
     return dict(sums)
-
-
-def merged(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
-    """Return the sum of several counts, key by key."""
-    total: Counter[Any] = Counter()
-    for each in counts:
-        total.update(each)
-    return dict(total)

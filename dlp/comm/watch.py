@@ -67,7 +67,7 @@ def leave(said: str) -> NoReturn:
 class Watch:
     """Watch thread of a transport. The thread ends when the transport no longer exists.
 
-    of    the transport whose `own_waits` are read
+    of    the transport whose `waits` are read, those of this rank
     end   function that is called with the message after PATIENCE seconds without progress
     """
 
@@ -91,7 +91,7 @@ class Watch:
             self._place, self._stood, self._waits = place, now, []
         if now - self._stood < slots.PATIENCE / 2:
             return False
-        waits = within(READING, of.own_waits)
+        waits = within(READING, lambda: of.waits(own=True))
         if waits != self._waits:
             self._waits, self._waited = waits, now
         if not waits or now - self._waited < slots.PATIENCE / 2:

@@ -68,15 +68,10 @@ def product(a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bia
     `can_take` must hold, and no size may be 0.
     """
     out = gemms.room_for(a, (len(a), len(b)), out_dtype, options) if accumulate is None else accumulate
-    a_scale, b_scale = _aligned(scales[0]), _aligned(scales[1])
+    a_scale, b_scale = gemms.aligned_scale(scales[0]), gemms.aligned_scale(scales[1])
     job = _job(a, b, out, a_scale, b_scale, bias, accumulate is not None)
     launch("gemm_fp8_blocks", a, job, a.dtype == torch.float8_e5m2, out.dtype == torch.float32)
     return out
-
-
-def _aligned(scale: Tensor) -> Tensor:
-    """Return the scales at an aligned address, as a copy if necessary."""
-    return scale if scale.data_ptr() % ALIGNMENT == 0 else scale.clone()
 
 
 def _job(a: Tensor, b: Tensor, out: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None,

@@ -147,8 +147,8 @@ def _lines(x: Tensor) -> tuple[Tensor, int, int]:
     return x.contiguous(), along, 0
 
 
-def _aligned(scale: Tensor) -> Tensor:
-    """Return scales at an address that is aligned for cuBLASLt; a slice of a longer vector may have to be copied."""
+def aligned_scale(scale: Tensor) -> Tensor:
+    """Return scales at an address that is aligned for GEMM kernels; a slice of a longer vector may have to be copied."""
     return scale if scale.dim() == 0 or scale.data_ptr() % ALIGNMENT == 0 else scale.clone()
 
 
@@ -186,7 +186,7 @@ def prepare(
     out = room_for(a, (rows, cols), out_dtype, options) if accumulate is None else accumulate
     a, a_stride, a_col_major = _lines(a)
     b, b_stride, b_col_major = _lines(b)
-    a_scale, b_scale = (None, None) if scales is None else (_aligned(scales.a), _aligned(scales.b))
+    a_scale, b_scale = (None, None) if scales is None else (aligned_scale(scales.a), aligned_scale(scales.b))
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
     addresses = (
         *pointers, _address(a_scale), _address(b_scale), _address(bias), _address(alpha),

@@ -202,8 +202,3 @@ def parameter_part(full: Tensor, parameter: Tensor, place: Place | None = None) 
             chunks = full.chunk(group.size(), dim)
             full = chunks[rank] if rank < len(chunks) else full.narrow(dim, 0, 0)
     return full
-
-
-def held(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a parameter or gradient, detached."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()

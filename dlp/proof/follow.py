@@ -17,9 +17,9 @@ from dlp.parallel.casts import BOTH
 from dlp.parallel.linear.quantize import flatten, quantize
 from dlp.parallel.linear.state import cores
 from dlp.parallel.model.checks import check_gathered
-from dlp.parallel.weight.local import LocalWeight
+from dlp.parallel.weight.local import LocalWeight, local_values
 from dlp.proof.bounds import Measured, Spread, is_weight, measure, rows_of, spread, variance
-from dlp.proof.cases import MeshCase, Place, held, parameter_part
+from dlp.proof.cases import MeshCase, Place, parameter_part
 from dlp.proof.diagnose import Case, Cut, Guess, diagnose
 from dlp.proof.record import Key, Recorder, Trace, is_activation_gradient
 from dlp.proof.report import places
@@ -240,7 +240,7 @@ def gradients(
     for (layer, own), parameter in named.items():
         key = Key(run.recorder.step, layer, name(own))
         if parameter.grad is not None:
-            grad = held(parameter.grad)
+            grad = local_values(parameter.grad)
             grad.copy_(run.parameter(key, grad, parameter))
         elif isinstance(run, Follower) and key in run.trace.values:
             run.missing(key)

@@ -192,25 +192,22 @@ class Trace:
         self.elements = sum(parameter.numel() for parameter in model.parameters())
         self._order: dict[Key, int] = {}
 
-    def _take(self, key: Key, tensor: Tensor) -> Tensor:
-        self.values[key] = tensor.detach().clone()
-        return tensor
-
     def _take_piece(self, key: Key, tensor: Tensor) -> Tensor:
         """Record a tensor of a module, concatenated with the tensors of earlier microbatches."""
         before = self.values.get(key)
         if before is None or not tensor.dim():
-            return self._take(key, tensor)
+            return self.add(key, tensor)
         self.values[key] = torch.cat([before, tensor.detach()])
         return tensor
 
     def add(self, key: Key, value: Tensor) -> Tensor:
-        """Record a tensor that is not an input, output or parameter of a module, such as the loss."""
-        return self._take(key, value)
+        """Record a tensor, such as the loss; an earlier value of the key is replaced."""
+        self.values[key] = value.detach().clone()
+        return value
 
     def parameter(self, key: Key, value: Tensor, parameter: Tensor) -> Tensor:
         """Record a parameter or a gradient of a parameter."""
-        return self._take(key, value)
+        return self.add(key, value)
 
     def begin(self, key: Key, value: Tensor) -> None:
         """Reserve the position of a tensor in the order of recording; `add` later records the complete value."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from dlp.parallel.model.plan import table
 from dlp.proof.diagnose import KINDS, Guess
 from dlp.proof.record import Key, is_activation_gradient, is_parameter_gradient
 
 SHOWN = 6  # largest number of differences that are printed for a mesh
+_MESH_HEADER = ("mesh", "ranks", "tensors", "bit-equal", "largest / bound", "of", "result")
+_FINDING_HEADER = ("step", "pass", "layer", "tensor", "differs by", "/ bound", "ranks", "where", "kind")
 
 
 class Finding(NamedTuple):
@@ -127,18 +130,19 @@ class Report:
 
     def __str__(self) -> str:
         measure = "bit for bit" if self.exact else "within the bounds of formats and contraction lengths"
-        rows: list[tuple[str, ...]] = [("mesh", "ranks", "tensors", "bit-equal", "largest / bound", "of", "result")]
+        rows = []
         for mesh in self.meshes:
             share = f"{mesh.equal / mesh.compared:.1%}" if mesh.compared else "-"
             of = "-" if mesh.worst_key is None else f"{mesh.worst_key.tensor} {mesh.worst_key.layer}".strip()
             count = f"{mesh.compared:,}"
             rows.append((mesh.name, str(mesh.ranks), count, share, f"{mesh.worst:.3g}", of, mesh.verdict))
         steps = f"{self.steps} step{'s' * (self.steps != 1)}"
-        lines = [f"compared with one rank over {steps}, {measure}", "", *_table(rows)]
+        lines = [f"compared with one rank over {steps}, {measure}", "", *table(_MESH_HEADER, rows)]
         for mesh in self.meshes:
             lines += [f"{mesh.name}: {remark}" for remark in mesh.remarks]
             if mesh.findings:
-                lines += ["", f"{mesh.name}, in the order of forward and backward:", "", *_table(_rows(mesh.findings))]
+                title = f"{mesh.name}, in the order of forward and backward:"
+                lines += ["", title, "", *table(_FINDING_HEADER, _rows(mesh.findings))]
             if mesh.error:
                 lines += ["", f"{mesh.name}: the run stopped: {mesh.error}"]
         return "\n".join([*lines, "", self.sentence()])
@@ -156,9 +160,7 @@ class Report:
 
 
 def _rows(findings: list[Finding]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("step", "pass", "layer", "tensor", "differs by", "/ bound", "ranks", "where", "kind")
-    ]
+    rows: list[tuple[str, ...]] = []
     for each in findings[:SHOWN]:
         ranks = "all" if len(each.ranks) == each.world else ", ".join(map(str, each.ranks))
         ratio = f"{each.ratio:.3g}" if each.ratio else "-"
@@ -169,12 +171,6 @@ def _rows(findings: list[Finding]) -> list[tuple[str, ...]]:
             )
         )  # fmt: skip
     return rows
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
 def places(indices: list[int], count: int, word: str) -> str:

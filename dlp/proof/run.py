@@ -37,7 +37,8 @@ from dlp.parallel.model.grads import backward_dw
 from dlp.parallel.model.session import session_of
 from dlp.parallel.traffic.ledger import Ledger, LedgerError
 from dlp.parallel.traffic.predict import Traffic
-from dlp.proof.cases import MESHES, ONE, MeshCase, Place, held, in_equal_pieces
+from dlp.parallel.weight.local import local_values
+from dlp.proof.cases import MESHES, ONE, MeshCase, Place, in_equal_pieces
 from dlp.proof.diagnose import Guess
 from dlp.proof.follow import WHOLE, Bounds, Follower, Seen, gain_of, gradients, is_invariant
 from dlp.proof.record import GRADIENT_NAMES, WEIGHT_NAMES, Key, Trace, named_parameters, recording
@@ -452,7 +453,7 @@ def _total(own: Tensor, case: MeshCase) -> Tensor:
 def _weights(run: Trace | Follower, named: Any, step: int) -> None:
     """Pass the parameters after a step to a trace or follower."""
     for (layer, own), parameter in named.items():
-        run.parameter(Key(step, layer, WEIGHT_NAMES.get(own, own)), held(parameter), parameter)
+        run.parameter(Key(step, layer, WEIGHT_NAMES.get(own, own)), local_values(parameter), parameter)
 
 
 def _has_slots(model: nn.Module) -> bool:

@@ -259,8 +259,7 @@ def _of_linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any
 
 def _bytes(part: Tensor) -> Tensor:
     """Return a contiguous part for a transfer. Parts with one-byte elements are viewed as uint8, since gloo has no FP8."""
-    part = part.contiguous()
-    return as_bytes(part) if part.dtype.itemsize == 1 else part
+    return as_bytes(part.contiguous())
 
 
 def _spelled(value: Any) -> Any:

@@ -235,7 +235,7 @@ class CapturedPasses:
         obstacle: Callable[[], str],
         memory: Callable[[], list[Tensor]],
     ) -> None:
-        missing = "" if possible(x) else f"no kernels run on {x.device.type}"
+        missing = "" if table.runs_kernels(x) else f"no kernels run on {x.device.type}"
         self.name, self.obstacle, self.memory = name, obstacle, memory
         self.why = {pass_name: missing or said for pass_name, said in why.items()}
         self.possible = {pass_name: not why for pass_name, why in self.why.items()}
@@ -304,11 +304,6 @@ class CapturedPasses:
                 yield launches if isinstance(launches, str) else ""
         if pass_name in self.skipped:
             yield self.skipped[pass_name]
-
-
-def possible(x: Tensor) -> bool:
-    """Return whether kernels of dlp run on the device of x."""
-    return table.runs_kernels(x)
 
 
 def disjoint(tensors: Sequence[Tensor]) -> bool:

@@ -99,7 +99,15 @@ def _sharded(options: Mapping[str, Any]) -> bool:
     return bool(options.get("sequence_parallel")) and options.get("tp_group") is not None
 
 
-class Linear(SplitLinear):
+class _Module(nn.Module):
+    """Base class of the modules of TE, which provides `backward_dw`."""
+
+    def backward_dw(self) -> None:
+        """Compute the delayed weight gradients (delay_wgrad_compute=True)."""
+        backward_dw(self)
+
+
+class Linear(_Module, SplitLinear):
     """te.Linear: y = x @ weight.T + bias.
 
     Args:
@@ -161,20 +169,8 @@ class Linear(SplitLinear):
             fusers[key] = OperationFuser([*before, self, *behind])
         return joined(fusers[key](inp), len(self.core.members))
 
-    def backward_dw(self) -> None:
-        """Compute the delayed weight gradients (delay_wgrad_compute=True)."""
-        backward_dw(self)
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_handing"}
-
-
-class _Module(nn.Module):
-    """Base class of the composed modules, which provides `backward_dw`."""
-
-    def backward_dw(self) -> None:
-        """Compute the delayed weight gradients (delay_wgrad_compute=True)."""
-        backward_dw(self)
 
 
 class LayerNormLinear(_Module, ops.LayerNormLinear):

@@ -258,7 +258,7 @@ def who_waits(others: bool) -> list[list[str]]:
                 time.sleep(0.05)
             dist.barrier()
             found.append(transport.waits())
-            assert moves.own_waits() == [said for said in found[-1] if f"bytes: rank {moves.rank} waits" in said]
+            assert moves.waits(own=True) == [said for said in found[-1] if f"bytes: rank {moves.rank} waits" in said]
             dist.barrier()
 
         if moves.rank == 0:

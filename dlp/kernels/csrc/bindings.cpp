@@ -271,9 +271,6 @@ std::unique_ptr<Program> make_program(const std::vector<std::tuple<std::string, 
 // The slots of transport.cu are mapped once and never move. Their addresses are passed as int64_t, which a program does not
 // replace.
 void bind_transport(pybind11::module_& m) {
-    m.attr("SLOT_HEADER") = kSlotHeader;
-    m.attr("SLOT_RANKS") = kSlotRanks;
-    m.attr("AGREED") = kAgreed;
     const auto table = [](int64_t slots) { return reinterpret_cast<const uint64_t*>(slots); };
     bind_step(m, "begin_use", [](const Words<SlotBases>& slots, int64_t use, Stream stream) {
         begin_use(make_job<SlotBases>(slots), use, stream);

@@ -111,7 +111,7 @@ def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> P
                 f"invariant = true: {name} draws masks of p = {module.p} in an order that depends on the mesh; set p = 0"
             )
     layers = tuple(_checked(row, plan.tp, batch) for row in plan.layers)
-    kinds = {name: module for name, module in model.named_modules()}
+    kinds = dict(model.named_modules())
     for other in plan.others:
         if other.partial and (other.style != "replicated" or not holds_vectors(kinds[other.name])):
             raise ValueError(

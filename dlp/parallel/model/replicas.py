@@ -30,7 +30,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from dlp.comm import collectives, observer
+from dlp.comm import observer
+from dlp.comm.lockstep import gather_compared
 from dlp.comm.mesh import TP, placement_on
 from dlp.comm.observer import CHECKS
 from dlp.comm.transport import agree
@@ -207,9 +208,7 @@ def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> T
 @torch.no_grad()
 def gather(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     """Return the digests of all ranks of the group, fp32 [R, tensors, numbers]."""
-    with observer.label(layer=CHECKS, purpose="other"):
-        (seen,) = collectives.all_gather((torch.stack(list(rows)).float()[None],), (0,), group).wait()
-    return seen
+    return gather_compared(torch.stack(list(rows)).float(), group)
 
 
 @torch.no_grad()
@@ -222,9 +221,7 @@ def check_replicas(model: nn.Module, groups: Groups) -> None:
         if not found:
             continue
         samples = [evenly(parameter, SAMPLE).float() for parameter in found.values()]
-        with observer.label(layer=CHECKS, purpose="other"):
-            (seen,) = collectives.all_gather((torch.cat(samples)[None],), (0,), group).wait()
-        pieces = seen.split([len(sample) for sample in samples], 1)
+        pieces = gather_compared(torch.cat(samples), group).split([len(sample) for sample in samples], 1)
         distances = [(its - its[:1]).norm(dim=1).amax() / its.norm(dim=1).amax().clamp(min=1e-30) for its in pieces]
         for name, drift in zip(found, torch.stack(distances).tolist(), strict=True):
             if drift > TOLERANCE:
@@ -323,6 +320,4 @@ def _same_random_numbers(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the next random numbers are equal on all ranks of a group."""
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     mine = int.from_bytes(sha256(state.numpy().tobytes()).digest()[:6], "little")
-    with observer.label(layer=CHECKS, purpose="other"):
-        (seen,) = collectives.all_gather((torch.tensor([mine], device=device),), (0,), group).wait()
-    return len(set(seen.flatten().tolist())) == 1
+    return len(set(gather_compared(torch.tensor(mine, device=device), group).tolist())) == 1

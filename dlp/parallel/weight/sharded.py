@@ -38,7 +38,7 @@ from dlp.parallel.style import ParallelStyle
 from dlp.parallel.weight.base import Values
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, ScaleSlot, Wanted, caps_of, one_read
 from dlp.quant.recipe import Operand, Recipe
-from dlp.quant.tensor import SHARED, UNSAID, Format, QuantizedTensor, Shape
+from dlp.quant.tensor import SHARED, UNSAID, Format, QuantizedTensor, Shape, as_bytes
 
 # ---- how each orientation is cast and gathered; also used by the prediction of bytes
 
@@ -309,7 +309,7 @@ class ShardedWeight(Weight):
     def _sent(self, layout: ShardLayout) -> list[Tensor]:
         """Return the parts of the shard that are gathered; FP8 as bytes, since gloo has no FP8 dtype."""
         parts = zip(self._operand_of_shard(layout).parts, layout.dims, strict=True)
-        return [_as_wire(part) for part, dim in parts if dim is not SHARED]
+        return [as_bytes(part.contiguous()) for part, dim in parts if dim is not SHARED]
 
     def arrive(self, received: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> None:
         """Store the gathered parts of these layouts, each concatenated over ranks along the first dimension. They are
@@ -404,10 +404,6 @@ def _values_in(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
 def _holds_values(fmt: Format) -> bool:
     """Whether the payload has high-precision values, in the dtype of the source, instead of codes."""
     return fmt.parts[0].dtype is None
-
-
-def _as_wire(part: Tensor) -> Tensor:
-    return part.contiguous().view(torch.uint8) if part.itemsize == 1 else part.contiguous()
 
 
 def _join(received: Tensor, world: int, dim: int | None) -> Tensor:
