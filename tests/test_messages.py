@@ -12,7 +12,6 @@ import dlp
 from dlp.comm import mesh
 from dlp.parallel.model.state import _saved_swaps
 from dlp.quant.quantizer import SlotOptions
-from dlp.quant.state import SlotTable
 from launch import plot
 
 
@@ -20,11 +19,6 @@ def one_gpu(environment: pytest.MonkeyPatch) -> None:
     environment.setenv("LOCAL_RANK", "1")
     environment.setattr(torch.cuda, "device_count", lambda: 1)
     mesh.init_process_group("cuda")
-
-
-def empty_slots(_: object) -> None:
-    options = SlotOptions(fp8_max=448.0)
-    SlotTable({"a.x": options, "a.w": options}).load_state_dict({"a.x": {}})
 
 
 def foreign_swaps(_: object) -> None:
@@ -58,7 +52,6 @@ PROVOKED: list[tuple[Callable[[pytest.MonkeyPatch], object], str]] = [
         foreign_swaps,
         "the saved recipe changes cannot be read (KeyError: 'layers'); load another checkpoint",
     ),
-    (empty_slots, "saved scaling state has no slot 'a.w' (1 slots are missing)"),
     (
         lambda _: dlp.state_dict(nn.Linear(4, 4)),
         "this model has no step boundary yet: call dlp.convert or dlp.attach on the model first",
