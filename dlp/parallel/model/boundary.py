@@ -57,7 +57,7 @@ from dlp.parallel.model.session import Session, converted_root, give_session, se
 from dlp.parallel.model.survey import check_no_fsdp1, container_lengths, guard
 from dlp.parallel.weight.base import MAIN_GRADS
 from dlp.parallel.weight.fsdp2 import Managed, cast_managed, gather_quantized, managed
-from dlp.parallel.weight.held import Arguments, Closure, closure_of, masters_of, with_closure
+from dlp.parallel.weight.held import Arguments, around_closure, masters_of
 from dlp.parallel.weight.local import num_axes
 from dlp.parallel.weight.parameters import is_placeholder
 from dlp.quant import recipe as recipes
@@ -233,23 +233,7 @@ class AttachedOptimizer:
                 "an attached optimizer steps inside of a backward, while gradients are incomplete and layers still "
                 "need the old weights: step after backward()"
             )
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._check()
-            return None
-        return with_closure(args, kwargs, self._checked(closure))
-
-    def _checked(self, closure: Closure) -> Closure:
-        """Wrap a closure: cast the weights before each evaluation, and check afterwards. An optimizer may call the closure
-        several times in a step, with different weights."""
-
-        def evaluate() -> Any:
-            self._recast()
-            loss = closure()
-            self._check()
-            return loss
-
-        return evaluate
+        return around_closure(args, kwargs, self._recast, self._check)
 
     def _check(self) -> None:
         """Run the checks before an update of the parameters; see the module docstring."""

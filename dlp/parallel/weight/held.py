@@ -274,20 +274,33 @@ class HeldWeight(LocalWeight):
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Closure = Callable[[], Any]
 
 
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Closure | None:
-    """Return the closure from the arguments of `step` that an optimizer hook gets; None: `step` has no closure."""
-    closure: Closure | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure
+def around_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], before: Callable[[], None], after: Callable[[], None]
+) -> Arguments | None:
+    """Call functions around the closure of `step`. An optimizer may call the closure several times in a step, with different
+    weights.
 
+    args, kwargs   arguments of `step` that a pre-hook of an optimizer gets
+    before         function that is called before each evaluation of the closure
+    after          function that is called after each evaluation; called once, now, if `step` has no closure
 
-def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Closure) -> Arguments:
-    """Return the same arguments with another closure."""
+    Returns the result of the pre-hook: the arguments with the new closure; None if `step` has no closure."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        after()
+        return None
+
+    def evaluate() -> Any:
+        before()
+        loss = closure()
+        after()
+        return loss
+
     if len(args) > 1:
-        return (args[0], closure, *args[2:]), kwargs
-    return args, {**kwargs, "closure": closure}
+        return (args[0], evaluate, *args[2:]), kwargs
+    return args, {**kwargs, "closure": evaluate}
 
 
 def with_master_weights(model: nn.Module, make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
@@ -337,18 +350,7 @@ class _MasterSteps:
             weight.write(local_values(master))
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._move()
-            return None
-
-        def evaluate() -> Any:
-            self._write()
-            loss = closure()
-            self._move()
-            return loss
-
-        return with_closure(args, kwargs, evaluate)
+        return around_closure(args, kwargs, self._write, self._move)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._write()
