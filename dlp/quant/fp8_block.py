@@ -6,7 +6,7 @@ are exact in bf16. The last block of a dimension may be partial.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, ClassVar
@@ -15,19 +15,8 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
-from dlp.quant.quantizer import (
-    Amaxes,
-    Operands,
-    Origin,
-    Origins,
-    Quantizer,
-    QuantizerCaps,
-    ScaleSlot,
-    Wanted,
-    outs_of,
-    wanted_parts,
-)
+from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, Fp8BlockScaling, codes_and
+from dlp.quant.quantizer import Amaxes, Operands, QuantizerCaps, ScaleSlot, Wanted, wanted_parts
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape, blocks
 
 
@@ -69,7 +58,7 @@ _format = cache(Fp8Block)
 
 
 @dataclass(frozen=True)
-class BlockScaling:
+class BlockScaling(Fp8BlockScaling):
     """Quantizer with one scale per block, from the amax of the block: code = fp8(x * scale), with an fp32 product. Ranks need
     no agreement.
 
@@ -82,32 +71,15 @@ class BlockScaling:
     tile: bool = False
     power_of_two: bool = True
     epsilon: float = 0.0
-    reduces: ClassVar[tuple[int, ...]] = ()
+    CASTS = ops.cast_fp8_block, ops.cast_fp8_block_both
     caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_fp8_block", native=True)
 
     @cached_property
     def format(self) -> Format:
         return _format(self.element, self.tile, self.power_of_two)
 
-    def observe(self, x: Tensor) -> Tensor | None:
-        return None
-
-    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
-        return None, None
-
-    def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
-        at: Origin | None = None, flag: Tensor | None = None,
-    ) -> QuantizedTensor:  # fmt: skip
-        given = None if out is None else out.parts
-        return self.format.fill(out, *self._made(ops.cast_fp8_block, x, out=given, flag=flag))
-
-    def both(
-        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
-        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
-    ) -> Operands:  # fmt: skip
-        row, col = self._made(ops.cast_fp8_block_both, x, outs=outs_of(outs), flag=flag)
-        return self.format.wrap(row), self.format.wrap(col)
+    def _options(self) -> dict[str, Any]:
+        return {"power_of_two": self.power_of_two, "epsilon": self.epsilon}
 
     def observe_grads(self, grads: ops.GatedGrads) -> tuple[Amaxes, Amaxes]:
         return (None, None), (None, None)
@@ -121,10 +93,4 @@ class BlockScaling:
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
-        return ops.cast_fp8_block_batch(
-            xs, wanted_parts(outs), flags, self.format.block, power_of_two=self.power_of_two, epsilon=self.epsilon
-        )
-
-    def _made(self, op: Callable[..., Any], x: Tensor | ops.GatedGrads, **into: Any) -> Any:
-        options = {"power_of_two": self.power_of_two, "epsilon": self.epsilon}
-        return op(x, self.format.block, ELEMENTS[self.element], **options, **into)
+        return ops.cast_fp8_block_batch(xs, wanted_parts(outs), flags, self.format.block, **self._options())

@@ -1,15 +1,18 @@
-"""Base classes of formats with FP8 codes: `Fp8Codes`, and `Fp8Blocks` for formats with block scales."""
+"""Base classes of formats with FP8 codes, `Fp8Codes` and for block scales `Fp8Blocks`, and of quantizers with block scales,
+`Fp8BlockScaling`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from dlp.kernels import ops
+from dlp.quant.quantizer import Amaxes, Operands, Origin, Origins, Quantizer, ScaleSlot, outs_of
 from dlp.quant.tensor import Format, Part, QuantizedTensor
 
 ELEMENTS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -76,3 +79,48 @@ class Fp8Blocks(Fp8Codes):
             return super().transpose(q)
         codes, scale = q.parts
         return QuantizedTensor(self, (ops.transpose_codes(codes), scale.t().contiguous()))
+
+
+class Fp8BlockScaling:
+    """Base of quantizers with one scale per block, from the amax of the block. Ranks need no agreement.
+
+    CASTS      operations that cast a matrix, and a matrix in both orientations; defined by the subclass
+    _options   keywords of these operations; defined by the subclass
+    """
+
+    element: str
+    reduces: ClassVar[tuple[int, ...]] = ()
+    CASTS: ClassVar[tuple[Callable[..., Any], Callable[..., Any]]]
+
+    @cached_property
+    def format(self) -> Format:
+        raise NotImplementedError
+
+    def _options(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def observe(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
+        return None, None
+
+    def cast(
+        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
+        at: Origin | None = None, flag: Tensor | None = None,
+    ) -> QuantizedTensor:  # fmt: skip
+        self.format.check((x.shape[0], x.shape[1]))
+        given = None if out is None else out.parts
+        return self.format.fill(out, *self._made(self.CASTS[0], x, out=given, flag=flag))
+
+    def both(
+        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
+        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
+    ) -> Operands:  # fmt: skip
+        for shape in (x.shape, x.shape[::-1]):
+            self.format.check((shape[0], shape[1]))
+        row, col = self._made(self.CASTS[1], x, outs=outs_of(outs), flag=flag)
+        return self.format.wrap(row), self.format.wrap(col)
+
+    def _made(self, op: Callable[..., Any], x: Tensor | ops.GatedGrads, **into: Any) -> Any:
+        return op(x, self.format.block, ELEMENTS[self.element], **self._options(), **into)

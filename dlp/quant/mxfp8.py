@@ -6,7 +6,7 @@ block-scaled tensor cores read is computed right before the GEMM.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, ClassVar
@@ -15,19 +15,8 @@ import torch
 from torch import Tensor
 
 from dlp.kernels import ops
-from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, codes_and
-from dlp.quant.quantizer import (
-    Amaxes,
-    Operands,
-    Origin,
-    Origins,
-    Quantizer,
-    QuantizerCaps,
-    ScaleSlot,
-    Wanted,
-    outs_of,
-    wanted_parts,
-)
+from dlp.quant.fp8_codes import ELEMENTS, Fp8Blocks, Fp8BlockScaling, codes_and
+from dlp.quant.quantizer import QuantizerCaps, ScaleSlot, Wanted, wanted_parts
 from dlp.quant.tensor import Format, Part, QuantizedTensor, Shape
 
 
@@ -67,7 +56,7 @@ _format = cache(Mxfp8)
 
 
 @dataclass(frozen=True)
-class MxScaling:
+class MxScaling(Fp8BlockScaling):
     """Quantizer with one power-of-two scale per block, from the amax of the block. Ranks need no agreement.
 
     scale_rounding   "ceil": scale_inv is the smallest power of two without saturation; "floor": the rule of OCP MX v1.0, which
@@ -80,40 +69,17 @@ class MxScaling:
     element: str = "e4m3"
     scale_rounding: str = "ceil"
     tile: bool = False
-    reduces: ClassVar[tuple[int, ...]] = ()
+    CASTS = ops.cast_mxfp8, ops.cast_mxfp8_both
     caps: ClassVar[QuantizerCaps] = QuantizerCaps(op="cast_mxfp8", native=True)
 
     @cached_property
     def format(self) -> Format:
         return _format(self.element, self.tile)
 
-    def observe(self, x: Tensor) -> Tensor | None:
-        return None
-
-    def observe_both(self, x: Tensor, columnwise: Quantizer) -> Amaxes:
-        return None, None
-
-    def cast(
-        self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None, slot: ScaleSlot | None = None,
-        at: Origin | None = None, flag: Tensor | None = None,
-    ) -> QuantizedTensor:  # fmt: skip
-        self.format.check((x.shape[0], x.shape[1]))
-        given = None if out is None else out.parts
-        return self.format.fill(out, *self._made(ops.cast_mxfp8, x, out=given, flag=flag))
-
-    def both(
-        self, x: Tensor, amaxes: Amaxes, *, columnwise: Quantizer, outs: Operands | None = None,
-        slot: ScaleSlot | None = None, at: Origins | None = None, flag: Tensor | None = None,
-    ) -> Operands:  # fmt: skip
-        for shape in (x.shape, x.shape[::-1]):
-            self.format.check((shape[0], shape[1]))
-        row, col = self._made(ops.cast_mxfp8_both, x, outs=outs_of(outs), flag=flag)
-        return self.format.wrap(row), self.format.wrap(col)
+    def _options(self) -> dict[str, Any]:
+        return {"rule": self.scale_rounding}
 
     def batch(
         self, xs: Sequence[Tensor], outs: Sequence[Wanted], slots: Sequence[ScaleSlot | None], flags: ops.Flags
     ) -> ops.Launches:
-        return ops.cast_mxfp8_batch(xs, wanted_parts(outs), flags, self.format.block, rule=self.scale_rounding)
-
-    def _made(self, op: Callable[..., Any], x: Tensor, **into: Any) -> Any:
-        return op(x, self.format.block, ELEMENTS[self.element], rule=self.scale_rounding, **into)
+        return ops.cast_mxfp8_batch(xs, wanted_parts(outs), flags, self.format.block, **self._options())
