@@ -120,7 +120,7 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
             orientations = (not backwards, backwards)
             (both,) = quantize(shard.bound, "w", [values.bfloat16()], orientations, members=[shard.name], record=False)
             expected = both.at(columnwise=backwards)
-            found = shard.columnwise(use) if backwards else shard.rowwise(use)
+            found = shard.read(use, columnwise=backwards)
             assert shard._more == {False: [], True: []}, "it was there"
             for part, a, b in zip(found.format.parts, found.parts, expected.parts, strict=True):
                 assert_bit_equal(a, b, f"{shard.name} {part.name}")

@@ -409,12 +409,8 @@ class Weight:
     def stored(self) -> Tensor | None:
         raise NotImplementedError
 
-    def rowwise(self, use: Use) -> QuantizedTensor:
-        """Return w [N, K], the operand of fprop."""
-        raise NotImplementedError
-
-    def columnwise(self, use: Use) -> QuantizedTensor:
-        """Return w.T [K, N], the operand of dgrad."""
+    def read(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
+        """Return w [N, K], the operand of fprop, or with `columnwise` w.T [K, N], the operand of dgrad."""
         raise NotImplementedError
 
     def casts(self, values: Values) -> list[Cast]:
@@ -529,7 +525,7 @@ class LayerWeights:
         if not self._gathered:
             return []
         uses = [(self.members[i], Use(bound, value, dtype, record)) for i, value in zip(used, values, strict=True)]
-        return [weight.columnwise(use) if columnwise else weight.rowwise(use) for weight, use in uses]
+        return [weight.read(use, columnwise=columnwise) for weight, use in uses]
 
     def targets(self, used: Sequence[int], values: Sequence[Tensor]) -> list[Target | None]:
         """Return the destination of the wgrad of each `used` member in the running backward; None: autograd. The list is empty

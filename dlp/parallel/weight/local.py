@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from dlp.kernels.ops import rounded
 from dlp.parallel.casts import COLUMNWISE, ROWWISE, Cast, Operands, operand_shape
-from dlp.parallel.linear.quantize import flatten, quantize, unflatten, weight_casts
+from dlp.parallel.linear.quantize import cast_weights, flatten, unflatten, weight_casts
 from dlp.parallel.linear.state import LayerState, Use, Weight
 from dlp.parallel.weight.base import Values
 from dlp.parallel.weight.parameters import PlacedParameter, take_class
@@ -47,18 +46,10 @@ class LocalWeight(Weight):
         spec = self.bound.spec
         return local(getattr(self.member.module, self.member.weight), spec.name, spec.num_axes).detach()
 
-    def rowwise(self, use: Use) -> QuantizedTensor:
-        return self._operand(use, columnwise=False)
-
-    def columnwise(self, use: Use) -> QuantizedTensor:
-        return self._operand(use, columnwise=True)
-
-    def _operand(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
+    def read(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
         orientations = COLUMNWISE if columnwise else ROWWISE
-        (operands,) = quantize(
-            use.bound, "w", [rounded(use.value, use.dtype)], orientations, members=[self.name], record=use.record
-        )
-        return operands.at(columnwise=columnwise)
+        (operand,) = cast_weights(use.bound, [self.name], [use.value], use.dtype, orientations, use.record)
+        return operand
 
     def casts(self, values: Values) -> list[Cast]:
         """Return the casts of both orientations. The casts read values that are rounded to the dtype of activations, and

@@ -317,13 +317,7 @@ class ShardedWeight(Weight):
         rest = iter(received)
         self._arrived = {layout: tuple(next(rest) for dim in layout.dims if dim is not SHARED) for layout in layouts}
 
-    def rowwise(self, use: Use) -> QuantizedTensor:
-        return self._read(use, columnwise=False)
-
-    def columnwise(self, use: Use) -> QuantizedTensor:
-        return self._read(use, columnwise=True)
-
-    def _read(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
+    def read(self, use: Use, *, columnwise: bool) -> QuantizedTensor:
         """Return one operand of the full weight. Raises RuntimeError if FSDP has freed the gathered parts."""
         bound, layer = use.bound, self.owner.layer
         if bound is not layer.bound and (self.layouts is not None or bound not in layer.bounds()):
