@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dlp.quant.quantizer import Quantizer, Wrapped, caps_of, offers
-from dlp.quant.recipe import Operand, Recipe
+from dlp.quant.recipe import Recipe
 from dlp.quant.tensor import Format, HighPrecision, Part, QuantizedTensor, Shape
 
 
@@ -102,7 +102,4 @@ def deployed(recipe: Recipe) -> Recipe:
     def codes(quantizer: Quantizer) -> Quantizer:
         return quantizer.inner if isinstance(quantizer, FakeQuantized) else quantizer
 
-    def both(operand: Operand) -> Operand:
-        return Operand(codes(operand.rowwise), codes(operand.columnwise))
-
-    return replace(recipe, x=both(recipe.x), w=both(recipe.w)) if is_fake(recipe) else recipe
+    return replace(recipe, x=recipe.x.mapped(codes), w=recipe.w.mapped(codes)) if is_fake(recipe) else recipe

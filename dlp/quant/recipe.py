@@ -76,6 +76,10 @@ class Operand:
         """Whether the operand stays in high precision in both orientations."""
         return self.rowwise.format.keeps_source and self.columnwise.format.keeps_source
 
+    def mapped(self, change: Callable[[Quantizer], Quantizer]) -> Operand:
+        """Return an operand whose quantizers are the results of `change`."""
+        return Operand(change(self.rowwise), change(self.columnwise))
+
 
 def both(quantizer: Quantizer) -> Operand:
     """Return an operand with the same quantizer in both orientations.

@@ -121,9 +121,7 @@ def plain(recipe: Recipe) -> Recipe:
     def unwrap(quantizer: Quantizer) -> Quantizer:
         return quantizer.inner if isinstance(quantizer, Measured) else quantizer
 
-    operands = (getattr(recipe, name) for name in OPERANDS)
-    x, w, dy = (Operand(unwrap(operand.rowwise), unwrap(operand.columnwise)) for operand in operands)
-    return replace(recipe, x=x, w=w, dy=dy)
+    return replace(recipe, **{name: getattr(recipe, name).mapped(unwrap) for name in OPERANDS})
 
 
 def summary(sums: Tensor, maxima: Tensor) -> dict[str, float | None]:

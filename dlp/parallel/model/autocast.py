@@ -29,7 +29,7 @@ from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, LayerState
 from dlp.quant import recipe as recipes
 from dlp.quant.quantizer import KeepHighPrecision, Origin, Quantizer, QuantizerCaps, ScaleSlot, SlotOptions, caps_of
-from dlp.quant.recipe import Operand, Recipe
+from dlp.quant.recipe import Recipe
 from dlp.quant.stats import measured, plain
 from dlp.quant.tensor import QuantizedTensor
 
@@ -67,8 +67,7 @@ def high_precision(recipe: Recipe, calibrating: bool) -> Recipe:
         delayed = calibrating and result is not None and caps_of(result).slot is not None
         return keep(result) if delayed and result is not None else None
 
-    operands = (getattr(recipe, name) for name in recipes.OPERANDS)
-    x, w, dy = (Operand(keep(operand.rowwise), keep(operand.columnwise)) for operand in operands)
+    x, w, dy = (getattr(recipe, name).mapped(keep) for name in recipes.OPERANDS)
     name = f"{recipe.name}, {'calibrating' if calibrating else 'off'}"
     return Recipe(name, x, w, dy, reduce_amax=recipe.reduce_amax, y=kept(recipe.y), dx=kept(recipe.dx))
 
