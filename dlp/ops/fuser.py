@@ -25,7 +25,7 @@ from dlp.ops.fusions import REGISTERED, fuse
 from dlp.ops.passes import FUSER, Members, forward
 from dlp.ops.traced import one_by_one
 from dlp.ops.values import each
-from dlp.parallel.weight.local import held, num_axes
+from dlp.parallel.weight.local import local_tensor, num_axes
 from dlp.runtime.capture import LIMIT
 from dlp.runtime.function import (
     apply_pass,
@@ -182,7 +182,7 @@ class OperationFuser:
             raise ValueError(
                 f"{name}: the bias was set to None after construction: construct the Linear with bias=False"
             )
-        return held(tensor)
+        return local_tensor(tensor)
 
     def _forget(self, setting_values: list[Any]) -> None:
         """Drop all plans and captured launches, because a user has changed a setting of an op (`BasicOperation.settings`)."""

@@ -42,7 +42,7 @@ from dlp.parallel.linear.quantize import accepted
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, waits
 from dlp.parallel.style import LOCAL, ParallelStyle
-from dlp.parallel.weight.local import check_whole, held
+from dlp.parallel.weight.local import check_whole, local_tensor
 from dlp.quant.recipe import Operand, Recipe
 
 MODES = (None, "column", "row")
@@ -132,7 +132,8 @@ class BasicLinear(BasicOperation, modules.Linear):
     def pads(self) -> bool:
         """Whether the recipe of `planned_spec` zero-pads a weight to complete blocks."""
         _, n, k = self.planned_spec.recipe.units
-        return any(held(weight).shape[0] % n or held(weight).shape[1] % k for weight in self.op_parameters())
+        shapes = (local_tensor(weight).shape for weight in self.op_parameters())
+        return any(rows % n or columns % k for rows, columns in shapes)
 
     # Called by the fuser
 
@@ -143,7 +144,7 @@ class BasicLinear(BasicOperation, modules.Linear):
         for parameter in parameters:
             if bound.spec.group is not None or isinstance(parameter, DTensor):
                 check_whole(parameter, bound.spec.num_axes, bound.spec.name)
-        return [held(parameter) for parameter in parameters]
+        return [local_tensor(parameter) for parameter in parameters]
 
     def operands(self, bound: BoundSpec, dtype: torch.dtype, record: bool) -> tuple[Any, Sequence[Tensor]]:
         """Return the operands of the weights, if they were cast before the pass for an x of this dtype (`WeightParts`; None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from dlp.ops.calls import FuserCall, Pass, Placed, ResultLayout, deduplicated
 from dlp.ops.captured import Flat, ReplayEntry
 from dlp.ops.values import HANDED, INTEGERS, LAZY, MANY, Value, each, is_handed, share_bytes, tensor_of
-from dlp.parallel.weight.local import held
+from dlp.parallel.weight.local import local_tensor
 from dlp.runtime.function import Passes, layout_keys, multiplies_tf32, owned
 
 
@@ -288,7 +288,7 @@ class _LocalParameters:
         for op in self.ops:
             for name, parameter in op._parameters.items():
                 if isinstance(parameter, DTensor):
-                    op._parameters[name] = held(parameter)
+                    op._parameters[name] = local_tensor(parameter)
 
     def __exit__(self, *error: Any) -> None:
         for op, parameters in zip(self.ops, self.before, strict=True):

@@ -16,7 +16,7 @@ from dlp.ops.handed import BIAS_SUMS, LayerOperand
 from dlp.ops.op import BasicOperation, Extras
 from dlp.ops.values import HANDED, LAZY, MANY, Grads, Tensors, Value, each, is_handed, like_tuple, rows_of, tensor_of
 from dlp.parallel.linear.modules import parameter_is_gone
-from dlp.parallel.weight.local import held
+from dlp.parallel.weight.local import local_tensor
 from dlp.quant.recipe import Operand
 
 
@@ -44,7 +44,7 @@ class _BiasVectors(BasicOperation):
 
     def biases(self) -> list[Tensor]:
         """Return this rank's bias vectors as plain tensors."""
-        return [held(parameter) for parameter in self.op_parameters()]
+        return [local_tensor(parameter) for parameter in self.op_parameters()]
 
     def biases_for(self, ctx: OperationContext) -> list[Tensor]:
         """Return this rank's bias vectors for a forward, and store their dtypes in ctx, for the gradients."""

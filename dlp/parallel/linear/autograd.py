@@ -29,7 +29,7 @@ from dlp.parallel.linear.plan import GradsWanted, keeps_x, reads_w
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import BoundSpec, waits
 from dlp.parallel.weight.base import Target, WeightParts
-from dlp.parallel.weight.local import check_whole, held, num_axes
+from dlp.parallel.weight.local import check_whole, local_tensor, num_axes
 from dlp.quant.quantizer import caps_of
 from dlp.quant.tensor import QuantizedTensor
 from dlp.runtime.capture import BACKWARD, FORWARD, LIMIT
@@ -158,14 +158,14 @@ def _new_call(bound: BoundSpec, record: bool, x: Tensor, parameters: Sequence[An
     for parameter in parameters:
         if parameter is not None:
             check_whole(parameter, spec.num_axes, spec.name)
-    check_features(spec, x, held(parameters[0]))
+    check_features(spec, x, local_tensor(parameters[0]))
     return BoundCall(bound, record, x, parameters)
 
 
 def _parameter_key(parameter: Any) -> Key:
     """Return the key of a parameter: the current number of its mesh axes, which FSDP changes, the `shape_key` of this rank's
     shard, and `requires_grad`."""
-    return num_axes(parameter), *shape_key(held(parameter)), parameter.requires_grad
+    return num_axes(parameter), *shape_key(local_tensor(parameter)), parameter.requires_grad
 
 
 # The record of the call, and the weight operands that the step boundary cast (None: the pass casts or gathers the weights)

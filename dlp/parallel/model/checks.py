@@ -39,6 +39,7 @@ from dlp.comm.transport import agree
 from dlp.kernels.launches import capturing
 from dlp.parallel.linear.state import LayerWeights, Weight
 from dlp.parallel.linear.step import FORWARD, CastName, Flags, bad_casts
+from dlp.parallel.weight.local import local_tensor, local_values
 from dlp.quant.tensor import SHARED, QuantizedTensor
 
 LOG = logging.getLogger("dlp")
@@ -184,7 +185,7 @@ class StaleWeights:
         increment version counters."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         changed = [p for weights in layers for p in weights.stored() if id(p) in held]
-        torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
+        torch.autograd.graph.increment_version([local_tensor(p) for p in changed])
         return bool(changed)
 
 
@@ -195,7 +196,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 def evenly(parameter: Tensor, count: int) -> Tensor:
     """Return a view of evenly spaced values of this rank's tensor: between `count` and 2 * `count` values, or all values if
     there are fewer than `count`."""
-    flat = (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach().reshape(-1)
+    flat = local_values(parameter).reshape(-1)
     return flat[:: max(1, len(flat) // count)]
 
 

@@ -51,7 +51,7 @@ from dlp.parallel.linear.step import in_backward
 from dlp.parallel.model.session import Session, converted_root, session_of
 from dlp.parallel.weight.base import MainGrad, accumulates
 from dlp.parallel.weight.fsdp2 import Managed, managed
-from dlp.parallel.weight.local import LocalWeight, held
+from dlp.parallel.weight.local import LocalWeight, local_tensor
 from dlp.runtime.function import no_autocast
 
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -59,8 +59,8 @@ _ENGINE = torch.autograd.Variable._execution_engine
 
 def local_grad(parameter: Tensor) -> Tensor | None:
     """Return this rank's shard of a parameter's gradient; None if there is no gradient."""
-    grad = parameter.grad
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
+    grad: Tensor | None = local_tensor(parameter.grad)
+    return grad
 
 
 def set_grad(parameter: Tensor, grad: Tensor) -> None:
@@ -247,7 +247,7 @@ class PartialGradients:
         grads = [local_grad(parameter) for parameter in due]
         there = tuple([grad is not None for grad in grads])
         parts = [
-            torch.zeros(held(p).numel(), device=p.device) if grad is None else grad.reshape(-1).float()
+            torch.zeros(local_tensor(p).numel(), device=p.device) if grad is None else grad.reshape(-1).float()
             for p, grad in zip(due, grads, strict=True)
         ]
         flat = torch.cat([*parts, self._words(there, parts[0].device)])
@@ -259,7 +259,7 @@ class PartialGradients:
             if grad is not None:
                 grad.copy_(total.view(grad.shape))
             elif anywhere:
-                set_grad(parameter, total.view(held(parameter).shape).to(parameter.dtype))
+                set_grad(parameter, total.view(local_tensor(parameter).shape).to(parameter.dtype))
 
     def _words(self, there: tuple[bool, ...], device: torch.device) -> Tensor:
         """Return fp32 flags on the device: 1 for each gradient that this rank has, else 0. Flags are cached, so that equal

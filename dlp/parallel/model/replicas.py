@@ -37,6 +37,7 @@ from dlp.comm.observer import CHECKS
 from dlp.comm.transport import agree
 from dlp.parallel.model.checks import evenly, looks
 from dlp.parallel.weight.held import masters_of
+from dlp.parallel.weight.local import local_tensor, local_values
 from dlp.parallel.weight.parameters import is_placeholder
 
 Groups = Mapping[str, ProcessGroup]
@@ -155,7 +156,7 @@ class Replicas:
 
 def _rounding(parameter: Tensor, digested: Tensor) -> Tensor:
     """Return the largest difference of digests that rounding explains, fp32 []."""
-    count = max(1, (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).numel())
+    count = max(1, local_tensor(parameter).numel())
     return digested[0].float() * (ROUNDING.get(parameter.dtype, COARSE) / count**0.5)
 
 
@@ -188,7 +189,7 @@ def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> T
     digest is all zeros."""
     rows = []
     for place, tensor in enumerate(tensors):
-        flat = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
+        flat = local_values(tensor).reshape(-1)
         if absent is not None and absent[place]:
             rows.append(torch.zeros(2 + 2 * PARTS, dtype=torch.float64, device=flat.device))
             continue

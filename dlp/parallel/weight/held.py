@@ -34,7 +34,7 @@ from dlp.parallel.linear.quantize import quantize, unflatten
 from dlp.parallel.linear.spec import LinearSpec
 from dlp.parallel.linear.state import LayerWeights, weights_in
 from dlp.parallel.weight.base import Values
-from dlp.parallel.weight.local import LocalWeight, local_values
+from dlp.parallel.weight.local import LocalWeight, local_tensor, local_values
 from dlp.parallel.weight.parameters import (
     REGION,
     Region,
@@ -167,7 +167,7 @@ class HeldWeight(LocalWeight):
     def check_in_place(self, parameter: Any) -> None:
         """Raise ValueError unless the module's `parameter` is a placeholder, which has a stride of 0, or a plain view of
         one."""
-        if 0 not in (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).stride():
+        if 0 not in local_tensor(parameter).stride():
             raise ValueError(
                 f"{self.bound.spec.name}: a tensor was assigned in place of a weight that {self.no_values}"
             )
@@ -194,7 +194,7 @@ class HeldWeight(LocalWeight):
     @property
     def _local(self) -> Tensor:
         """The local tensor of the parameter."""
-        return self.parameter._local_tensor if isinstance(self.parameter, DTensor) else self.parameter
+        return local_tensor(self.parameter)
 
     def decoded(self) -> Tensor:
         """Decode the codes to values [N, K] in the dtype of the parameter."""

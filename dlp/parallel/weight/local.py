@@ -136,7 +136,7 @@ def check_whole(parameter: Any, axes: int, name: str) -> None:
         )
 
 
-def held(parameter: Any) -> Any:
+def local_tensor(parameter: Any) -> Any:
     """Return the local tensor of a DTensor, else the parameter itself, which may be None. While a parameter is sharded by FSDP,
     its local tensor is incomplete and must not be used in computations (`check_whole`)."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
