@@ -44,7 +44,18 @@ def agreed(store: dist.Store, rank: int, world: int, patience: float = PATIENCE)
     Raises TimeoutError if a rank has not joined after `patience` seconds."""
     mine = uuid.uuid4().hex
     if rank:
-        return _until(_Told(store, rank, mine), patience, "not all ranks have joined")
+        read = ""
+
+        def confirmed() -> str:
+            """Return the name of the attempt, or "" if rank 0 has not confirmed this rank."""
+            nonlocal read
+            session = _value(store, "session")
+            if session != read:
+                store.set(f"joined/{rank}", f"{session} {mine}")
+                read = session
+            return session if mine in _value(store, f"confirmed/{session}").split() else ""
+
+        return _until(confirmed, patience, "not all ranks have joined")
     store.set("session", mine)
 
     def joined(other: int) -> str:
@@ -54,22 +65,6 @@ def agreed(store: dist.Store, rank: int, world: int, patience: float = PATIENCE)
     names = [_until(partial(joined, other), patience, f"rank {other} has not joined") for other in range(1, world)]
     store.set(f"confirmed/{mine}", " ".join(names))
     return mine
-
-
-class _Told:
-    """Callable that a rank other than 0 polls. It returns the name of the attempt, or "" if rank 0 has not confirmed this rank.
-
-    mine   the random name of this process"""
-
-    def __init__(self, store: dist.Store, rank: int, mine: str) -> None:
-        self.store, self.rank, self.mine, self.read = store, rank, mine, ""
-
-    def __call__(self) -> str:
-        session = _value(self.store, "session")
-        if session != self.read:
-            self.store.set(f"joined/{self.rank}", f"{session} {self.mine}")
-            self.read = session
-        return session if self.mine in _value(self.store, f"confirmed/{session}").split() else ""
 
 
 def _value(store: dist.Store, key: str) -> str:
