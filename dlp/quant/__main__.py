@@ -10,15 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dlp.kernels.table import GemmKernels
-from dlp.quant.gemm import DEVICES, support
-from dlp.quant.recipe import GEMMS, SHARED_OPTIONS, Recipe, factory, load, names
-
-
-def supports(recipe: Recipe, device: str) -> dict[str, GemmKernels]:
-    """Return the kernels of each GEMM of a recipe on `device`, one of DEVICES."""
-    pairs = {which: recipe.operands(which) for which in GEMMS}
-    return {which: support(a.format, b.format, device) for which, (a, b) in pairs.items()}
+from dlp.quant.gemm import DEVICES
+from dlp.quant.recipe import SHARED_OPTIONS, factory, load, names
 
 
 def table(recipes_path: str | Path | None = None) -> str:
@@ -30,18 +23,11 @@ def table(recipes_path: str | Path | None = None) -> str:
     rows = [["recipe", *DEVICES]]
     for name in names(recipes_path):
         recipe = load(name, recipes_path=recipes_path)
-        rows.append([name, *(_cell(supports(recipe, device)) for device in DEVICES)])
+        rows.append([name, *(recipe.support(device) for device in DEVICES)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
-
-
-def _cell(by_gemm: dict[str, GemmKernels]) -> str:
-    texts = {which: f"{support.status} ({support.kernel})" for which, support in by_gemm.items()}
-    if len(set(texts.values())) == 1:
-        return texts["fprop"]
-    return ", ".join(f"{which} {text}" for which, text in texts.items())
 
 
 def reference(recipes_path: str | Path | None = None) -> str:

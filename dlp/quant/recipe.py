@@ -28,7 +28,7 @@ from typing import Any, Literal, get_type_hints
 import torch
 
 from dlp.quant import recipes
-from dlp.quant.gemm import GemmOptions, check_pair, own_gemm
+from dlp.quant.gemm import GemmOptions, check_pair, own_gemm, support
 from dlp.quant.options import check_option, freeze
 from dlp.quant.quantizer import KeepHighPrecision, Quantizer, caps_of, check_caps
 
@@ -173,6 +173,18 @@ class Recipe:
             if own_gemm(a, b) is not None:
                 return f"{which} is multiplied by {type(a if hasattr(a, 'gemm') else b).__name__}.gemm"
         return ""
+
+    def support(self, device: str) -> str:
+        """Describe the kernels of the GEMMs on `device`, one of `dlp.quant.gemm.DEVICES`: "native (torch._scaled_mm)", or one
+        entry for each GEMM if the GEMMs differ."""
+        texts = {}
+        for which in GEMMS:
+            a, b = self.operands(which)
+            kernels = support(a.format, b.format, device)
+            texts[which] = f"{kernels.status} ({kernels.kernel})"
+        if len(set(texts.values())) == 1:
+            return texts[GEMMS[0]]
+        return ", ".join(f"{which} {text}" for which, text in texts.items())
 
     def of(self, tensor: str) -> Operand | None:
         """Return the quantizers of `tensor`: "x", "w", "dy", "y" or "dx"; None for y or dx without quantizer."""

@@ -29,7 +29,7 @@ from dlp.parallel.model.groups import Resolved
 from dlp.parallel.style import STYLES, ParallelStyle, shard_sizes, style
 from dlp.parallel.weight.parameters import default_recipe, holds
 from dlp.quant import recipe as recipes
-from dlp.quant.gemm import check_kernel, kernel_name, support
+from dlp.quant.gemm import check_kernel, kernel_name
 from dlp.quant.quantizer import Quantizer, caps_of
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS, OPERANDS, RESULTS, Operand, Recipe
 from dlp.quant.siblings import together
@@ -479,13 +479,7 @@ def support_note(recipe: Recipe, device_type: str) -> str:
     On a GPU the note also names the implementation of casts: "casts by kernel", "casts by reference (native kernels need
     nvcc, ...)".
     """
-    by_gemm = {}
-    for which in GEMMS:
-        a, b = recipe.operands(which)
-        found = support(a.format, b.format, device_kind(device_type))
-        by_gemm[which] = f"{found.status} ({found.kernel})"
-    same = len(set(by_gemm.values())) == 1
-    text = by_gemm["fprop"] if same else ", ".join(f"{which} {found}" for which, found in by_gemm.items())
+    text = recipe.support(device_kind(device_type))
     casts = _casts(recipe, device_type) if device_type == "cuda" else ()
     return "; casts by ".join([f"{recipe} on {device_type}: {text}", *casts])
 
