@@ -52,10 +52,7 @@ class InvariantAdamW(ScaledOptimizer):
                 self._update(parameter, local_values(parameter.grad), group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            state |= {name: torch.zeros_like(parameter) for name in AVERAGES}
+        state = self.state_of(parameter, group)
         (beta1, beta2), lr, skipped = group["betas"], group["lr"], self.found_inf > 0
         values, first, second = (local_values(each) for each in (parameter, *(state[name] for name in AVERAGES)))
         grad, step = gradient / self.grad_scale, state["step"] + 1

@@ -34,12 +34,6 @@ class LowBitAdamW(ScaledOptimizer):
         self._wraps = {name: encoding.wrap(signed, device) for name, signed in AVERAGES.items()}
         self._step = compiled(step_of_one) if device.type == "cuda" else step_of_one
 
-    def make_state(self) -> None:
-        """Create the state of all parameters, so that a checkpoint can be loaded before the first step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._state_of(parameter)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as torch does, but cast codes back to their dtype: torch casts states to the dtype of the
         parameter."""
@@ -49,19 +43,16 @@ class LowBitAdamW(ScaledOptimizer):
                 if isinstance(state.get(name), dict):
                     state[name]["codes"] = state[name]["codes"].to(self.encoding.dtype)
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
-            state |= {name: self.encoding.zeros(parameter) for name in AVERAGES}
-        return state
+    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        step = torch.zeros((), device=parameter.device)
+        return {"step": step, **{name: self.encoding.zeros(parameter) for name in AVERAGES}}
 
     def step_of_group(self, group: dict[str, Any]) -> None:
         settings = (*group["betas"], group["weight_decay"], group["eps"])
         on_device = (group["lr"], self.grad_scale, self.found_inf)
         for parameter in group["params"]:
             if parameter.grad is not None:
-                state = self._state_of(parameter)
+                state = self.state_of(parameter, group)
                 averages = {name: flat(state[name]) for name in AVERAGES}
                 values, grad = local_values(parameter).view(-1), local_values(parameter.grad).reshape(-1)
                 self._step(values, grad, state["step"], averages, self._wraps, on_device, settings)

@@ -120,19 +120,10 @@ class Muon(ScaledOptimizer):
                         f"parameter into a group without matrices"
                     )
 
-    def make_state(self) -> None:
-        """Create the state of all parameters, so that a checkpoint can be loaded before the first step."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self._state_of(parameter, group["matrices"])
-
-    def _state_of(self, parameter: Tensor, matrix: bool) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            if not matrix:
-                state["step"] = torch.zeros((), device=parameter.device)
-            state |= {name: torch.zeros_like(parameter) for name in ((BUFFER,) if matrix else AVERAGES)}
-        return state
+    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        if group["matrices"]:
+            return {BUFFER: torch.zeros_like(parameter)}
+        return super().new_state(parameter, group)
 
     def step_of_group(self, group: dict[str, Any]) -> None:
         learning = [(parameter, parameter.grad) for parameter in group["params"] if parameter.grad is not None]
@@ -143,7 +134,7 @@ class Muon(ScaledOptimizer):
             self._step_of_others(learning, group)
 
     def _step_of_others(self, learning: list[tuple[Tensor, Tensor]], group: dict[str, Any]) -> None:
-        states = [self._state_of(parameter, False) for parameter, _ in learning]
+        states = [self.state_of(parameter, group) for parameter, _ in learning]
         first, second = ([local_values(state[name]) for state in states] for name in AVERAGES)
         beta1, beta2 = group["betas"]
         adamw(
@@ -154,7 +145,7 @@ class Muon(ScaledOptimizer):
         )  # fmt: skip
 
     def _step_of_matrix(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        values, held = local_values(parameter), local_values(self._state_of(parameter, True)[BUFFER])
+        values, held = local_values(parameter), local_values(self.state_of(parameter, group)[BUFFER])
         grad = local_values(gradient) / self.grad_scale
         momentum = held.lerp(grad, 1 - MOMENTUM)
         made = shard_of(orthogonal(whole(grad.lerp(momentum, MOMENTUM).bfloat16(), parameter)), parameter)

@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
+
+from dlp.optim.encodings import AVERAGES
 
 
 class ScaledOptimizer(Optimizer):
@@ -37,6 +40,24 @@ class ScaledOptimizer(Optimizer):
     def step_of_group(self, group: dict[str, Any]) -> None:
         """Update the parameters of a parameter group that have gradients."""
         raise NotImplementedError
+
+    def make_state(self) -> None:
+        """Create the state of all parameters, so that a checkpoint can be loaded before the first step."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state_of(parameter, group)
+
+    def state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter of this group, which the first call creates."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state |= self.new_state(parameter, group)
+        return state
+
+    def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a parameter before its first step: by default, zeros for AdamW."""
+        step = torch.zeros((), device=parameter.device)
+        return {"step": step, **{name: torch.zeros_like(parameter) for name in AVERAGES}}
 
 
 def _check_groups(name: str, groups: Iterable[Mapping[str, Any]]) -> None:

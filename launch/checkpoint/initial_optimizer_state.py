@@ -6,14 +6,13 @@ import torch
 from torch.optim import Optimizer
 
 from dlp.optim.encodings import AVERAGES
-from dlp.optim.low_bit_adamw import LowBitAdamW
-from dlp.optim.muon import Muon
+from dlp.optim.scaled import ScaledOptimizer
 
 
 def make_state(optimizer: Optimizer) -> None:
     """Allocate the zero states that `optimizer` would allocate in its first step, so that a checkpoint can be loaded into
     them."""
-    if isinstance(optimizer, LowBitAdamW | Muon):
+    if isinstance(optimizer, ScaledOptimizer):
         optimizer.make_state()
         return
     for group in optimizer.param_groups:
