@@ -140,10 +140,6 @@ class QuantizerCaps:
     origin: bool = False
     native: bool = False
 
-    def of_casts(self) -> QuantizerCaps:
-        """Return these caps with `native=False`, for a subclass or wrapper that replaces `cast` or `observe`."""
-        return replace(self, native=False)
-
 
 PAIRED = {"both": "observe_both", "both_grads": "observe_grads"}  # optional method -> second method that it needs
 ARGUMENTS = {"slot": "slot", "origin": "at"}  # member of QuantizerCaps -> argument that casts then need
@@ -246,7 +242,7 @@ def caps_of(quantizer: Quantizer) -> QuantizerCaps:
 
 @cache
 def _inherited(caps: QuantizerCaps) -> QuantizerCaps:
-    return caps.of_casts()
+    return replace(caps, native=False)
 
 
 def takes_flag(quantizer: Quantizer) -> bool:
