@@ -199,8 +199,6 @@ class LinearPlan:
     x_again        the route of the saved x to wgrad, in backward
     dys            the routes of dy, by (whether dgrad reads dy, whether wgrad reads dy)
     fprop, dgrad   the reductions of y and dx; None: no reduction
-    own_group      whether the user named an amax group, which agrees on every scale
-    group          the ranks that agree on scales; None: one rank, or the plan is not executed (prediction)
     spec           the spec of the layer; None: the plan is not executed
     shapes         cache of `shard_shape`
     """
@@ -215,8 +213,6 @@ class LinearPlan:
     dys: dict[Orientations, Route] = field(hash=False)
     fprop: Reduction | None
     dgrad: Reduction | None
-    own_group: bool = False
-    group: ProcessGroup | None = None
     spec: LinearSpec | None = None
     shapes: dict[Any, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -332,7 +328,9 @@ def linear_plan(
 
     tokens                    rows of x on this rank; None: not known yet, and the plan assumes a multiple of every block
     kept                      "values" if an option requests to save x itself; "": the form is decided here (`_kept`)
-    own_group, group, spec    see `LinearPlan`
+    own_group                 whether the user named an amax group, which agrees on every scale
+    group                     the ranks that agree on scales; None: one rank, or the plan is not executed (prediction)
+    spec                      see `LinearPlan`
     """
     if tokens is None:
         tokens = tp * _whole_blocks(recipe)
@@ -361,7 +359,7 @@ def linear_plan(
     return LinearPlan(
         recipe, style, tokens, y_tokens, (x[0], x[1]), kept, decided(_x_again(recipe, style, tokens, kept)),
         dys, _reduction(style.fprop.reduce, recipe.fprop.wire, tp),
-        _reduction(style.dgrad.reduce, recipe.dgrad.wire, tp), own_group, group, spec,
+        _reduction(style.dgrad.reduce, recipe.dgrad.wire, tp), spec,
     )  # fmt: skip
 
 
