@@ -4,8 +4,8 @@
 //
 //   normed         y = x * rstd * weight                                       reference.producers.rms_norm
 //   layer_normed   y = (x - mean) * rstd * weight + bias                       reference.activations.layer_norm
-//   gated          h = gate * s(gate) * up,   s(g) = 1 / (1 + exp(-g))         reference.producers.swiglu
-//   to_gradients   dgate = dh * up * s * (1 + gate * (1 - s)),   dup = dh * gate * s     reference.producers.swiglu_backward
+//   gated          h = gate * s(gate) * up,   s(g) = 1 / (1 + exp(-g))         reference.activations.swiglu
+//   to_gradients   dgate = dh * up * s * (1 + gate * (1 - s)),   dup = dh * gate * s     reference.activations.swiglu_backward
 //
 // Norms use IEEE arithmetic in a fixed order and equal their references bit for bit. SwiGLU does not: `expf` and the
 // approximate reciprocal depend on the device. Its results are reproducible on one device, and equal the reference within a

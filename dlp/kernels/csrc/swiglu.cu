@@ -1,6 +1,6 @@
 // SwiGLU, h = silu(gate) * up (Shazeer, arXiv 2002.05202), on matrices [rows, cols], forward and backward. For casts that
 // compute the elements, the kernels can compute only max |h|, or max |dgate| and max |dup|. Results equal
-// reference.producers.swiglu and swiglu_backward within a bound (elements.cuh).
+// reference.activations.swiglu and swiglu_backward within a bound (elements.cuh).
 //
 // Grid: two octets per thread, 256 threads per block. Bound by memory: 6 bytes per element of bf16 forward, 10 backward.
 #include "elements.cuh"

@@ -8,8 +8,8 @@ and preserves Inf (the semantics of CUDA's fmax). Only `grouped_fp8_rowwise` cop
     mx.py       E8M0 scales and MXFP8
     fp4.py      E2M1: elements, packing, stochastic rounding and its Philox bits
     nvfp4.py    two-level scales over E2M1, the 16-point Hadamard transform
-    producers.py  RMSNorm, SwiGLU, their gradients, sums of columns
-    activations.py  other activations and gates, LayerNorm, their gradients
+    producers.py  RMSNorm, its gradient, sums of columns
+    activations.py  activations, gates, LayerNorm, their gradients
     loss.py     cross entropy of rows of logits, and its gradient
     checksums.py  sums of the bits of tensors
     layout.py   the scale layouts that GEMM kernels read
@@ -25,6 +25,8 @@ from dlp.kernels.reference.activations import (
     gated_backward,
     layer_norm,
     layer_norm_backward,
+    swiglu,
+    swiglu_backward,
 )
 from dlp.kernels.reference.checksums import checksums
 from dlp.kernels.reference.fp4 import (
@@ -104,8 +106,6 @@ from dlp.kernels.reference.producers import (
     rms_norm,
     rms_norm_backward,
     sum_parts,
-    swiglu,
-    swiglu_backward,
     tile_sums,
 )
 

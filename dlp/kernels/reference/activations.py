@@ -4,7 +4,7 @@
     gelu      g * t(g), t(g) = (1 + tanh(a (g + b g^3))) / 2, a = sqrt(2 / pi), b = 0.044715     arXiv 1606.08415
     qgelu     g * s(1.702 g)                                        arXiv 1606.08415, section 2
     relu      max(g, 0)            srelu   max(g, 0)^2            sigmoid   s(g)
-    gated     act(gate) * up                                        Shazeer, arXiv 2002.05202
+    gated     act(gate) * up; SwiGLU: silu(gate) * up               Shazeer, arXiv 2002.05202
     layer_norm   y = (x - mean) * rstd * weight + bias of a row          Ba, Kiros and Hinton, arXiv 1607.06450
 
 Sums run in a fixed order; exp and tanh differ between devices by units in the last place.
@@ -87,6 +87,16 @@ def gated_backward(dh: Tensor, gate: Tensor, up: Tensor, name: str) -> tuple[Ten
     value, slope = ACTIVATIONS[name](widen(gate))
     d = widen(dh)
     return (d * widen(up) * slope).to(gate.dtype), (d * value).to(gate.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return h = silu(gate) * up of gate and up [rows, C], in the dtype of the inputs."""
+    return gated(gate, up, "silu")
+
+
+def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dgate and dup of dh, gate and up [rows, C], in the dtype of the inputs."""
+    return gated_backward(dh, gate, up, "silu")
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,10 +1,8 @@
-"""RMSNorm, SwiGLU and column sums, forward and backward, in fp32 with one rounding at the end.
+"""RMSNorm and column sums, forward and backward, in fp32 with one rounding at the end.
 
-Sums run in a fixed order, so that RMSNorm and column sums have the same bits on every device. The exponential of SwiGLU differs
-between devices by units in the last place.
+Sums run in a fixed order, so that the bits are the same on every device.
 
     rms_norm   y = x * rstd * weight, rstd = 1 / sqrt(mean(x^2) + eps) of a row     Zhang and Sennrich, arXiv 1910.07467
-    swiglu     h = silu(gate) * up, silu(g) = g / (1 + exp(-g))                     Shazeer, arXiv 2002.05202
 """
 
 from __future__ import annotations
@@ -110,24 +108,3 @@ def rms_norm_backward(
     dx = (g - n * _row_means(g * n)[:, None]) * rstd[:, None]
     dx = dx.to(x.dtype)
     return dx if add is None else dx + add, sum_parts(in_order(_groups(wide * n, NORM_PARTS), 0))
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return h = silu(gate) * up of gate and up [rows, C], in the dtype of the inputs."""
-    wide = widen(gate)
-    return (wide * _sigmoid(wide) * widen(up)).to(gate.dtype)
-
-
-def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dgate and dup of dh, gate and up [rows, C], in the dtype of the inputs.
-
-    With s = 1 / (1 + exp(-gate)): dup = dh * gate * s, dgate = dh * up * s * (1 + gate * (1 - s)).
-    """
-    wide, d = widen(gate), widen(dh)
-    s = _sigmoid(wide)
-    dgate = d * widen(up) * (s * (1 + wide * (1 - s)))
-    return dgate.to(gate.dtype), (d * (wide * s)).to(gate.dtype)
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    return (1 + (-x).exp()).reciprocal()
