@@ -354,11 +354,19 @@ def test_shapes_that_do_not_fit_are_refused_by_the_op(kind: str, watched: bool):
         model(values(0), *given)
 
 
-def test_a_bias_that_was_taken_away_is_missed():
-    model = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, (H, H)))
-    model[1].bias_1 = None
+@pytest.mark.parametrize(
+    ("place", "name", "op"),
+    [
+        (0, "weight", r"0 \(RMSNorm\)"), (1, "bias_1", r"1 \(Linear: Bias\)"),
+        (1, "weight_1", r"1 \(Linear\)"), (2, "weight", r"2 \(LayerNorm\)"),
+        (2, "bias", r"2 \(LayerNorm\)"), (3, "bias", r"3 \(Bias\)"),
+    ],
+)  # fmt: skip
+def test_a_parameter_that_was_set_to_none_is_named(place: int, name: str, op: str):
+    model = ops.Sequential(ops.RMSNorm(H), ops.Linear(H, (H, H)), ops.LayerNorm(H), ops.Bias(H))
+    setattr(model[place], name, None)
     with pytest.raises(
-        ValueError, match=r"^1 \(Linear: Bias\): the bias was set to None .*: construct the Linear with bias=False"
+        ValueError, match=rf"^{op}: {name} was set to None .*: restore the parameter; .* with bias=False"
     ):
         model(values(0))
 

@@ -62,6 +62,9 @@ class _Norm(BasicOperation):
         if self.biased:
             nn.init.zeros_(self.bias)
 
+    def op_parameters(self) -> Sequence[Tensor]:
+        return list(self._parameters.values())  # type: ignore[arg-type]  # None if the user has set a parameter to None
+
     @property
     def eps(self) -> float:
         return float(self._eps)
