@@ -80,8 +80,11 @@ class OnlyBothGrads(Mine):
     [
         (OnlyBoth(), "has a method both and no method observe_both: add observe_both, or remove both"),
         (OnlyBothGrads(), "has a method both_grads and no method observe_grads"),
-        (Mine(QuantizerCaps(slot=SlotOptions(448.0))), "cast takes no argument slot, and caps declare slot"),
-        (Mine(QuantizerCaps(origin=True)), "cast takes no argument at, and caps declare origin"),
+        (
+            Mine(QuantizerCaps(slot=SlotOptions(448.0))),
+            "cast has no parameter slot: add it, because caps declares slot",
+        ),
+        (Mine(QuantizerCaps(origin=True)), "cast has no parameter at: add it, because caps declares origin"),
         (
             Mine(QuantizerCaps(op="cast_int6")),
             "caps declare op 'cast_int6', and the kernel table has no such operation",
@@ -126,8 +129,23 @@ class HalfBoth(CurrentScaling):
 
 
 def test_both_takes_what_casts_take():
-    with pytest.raises(ValueError, match="HalfBoth.*: both takes no argument flag, and cast takes one"):
+    with pytest.raises(
+        ValueError, match="HalfBoth.*: both has no parameter flag: add it, because cast has the parameter flag"
+    ):
         replace(load("fp8_current"), x=both(HalfBoth()))
+
+
+class Unflagged(Wrapped):
+    """Wrapper whose `cast` has no parameter `flag`."""
+
+    def cast(self, x: Tensor, amax: Tensor | None, *, out: QuantizedTensor | None = None) -> QuantizedTensor:  # type: ignore[override]
+        raise AssertionError
+
+
+def test_cast_of_a_wrapper_takes_what_the_inner_cast_takes():
+    reason = "because cast of the inner quantizer has the parameter flag"
+    with pytest.raises(ValueError, match=f"Unflagged.*: cast has no parameter flag: add it, {reason}"):
+        replace(load("fp8_current"), x=both(Unflagged(CurrentScaling())))
 
 
 @dataclass(frozen=True)

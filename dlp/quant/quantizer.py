@@ -274,20 +274,14 @@ def check_caps(quantizer: Quantizer) -> None:
                 f"{quantizer} has a method {method} and no method {second}: add {second}, or remove {method}"
             )
     casts = ("cast", "both") if offers(quantizer, "both") else ("cast",)
-    needed = {argument: member for member, argument in ARGUMENTS.items() if getattr(caps, member)}
+    needed = {argument: f"caps declares {member}" for member, argument in ARGUMENTS.items() if getattr(caps, member)}
     if takes_flag(quantizer):
-        needed["flag"] = "flag"
-    for argument, member in needed.items():
+        whose = "cast of the inner quantizer" if isinstance(quantizer, Wrapped) else "cast"
+        needed["flag"] = f"{whose} has the parameter flag"
+    for argument, reason in needed.items():
         for method in casts:
             if not _accepts(getattr(type(quantizer), method), argument):
-                raise ValueError(
-                    f"{quantizer}: {method} takes no argument {argument}, and "
-                    + (
-                        "cast takes one: add the argument"
-                        if member == "flag"
-                        else f"caps declare {member}: add the argument"
-                    )
-                )
+                raise ValueError(f"{quantizer}: {method} has no parameter {argument}: add it, because {reason}")
     if caps.op and not table.entries(caps.op, "cpu"):
         raise ValueError(
             f"{quantizer}: caps declare op {caps.op!r}, and the kernel table has no such operation: register the operation, or "
