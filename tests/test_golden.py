@@ -138,7 +138,7 @@ def delayed_scaling(case: Case) -> None:
     element = {448.0: "e4m3", 57344.0: "e5m2"}[case["fp8_max"]]
     quantizer = DelayedScaling(element, case["margin"], len(case["history_before"]), case["algo"])
     table = SlotTable({"x": quantizer.caps.slot}, torch.get_default_device())
-    table.load_state_dict({"x": {"scale": one(case["scale_before"]), "history": floats(case["history_before"])}})
+    table.load_merged([{"x": {"scale": one(case["scale_before"]), "history": floats(case["history_before"])}}])
     table.update(floats([case["reduced_amax"]]))
     state = table.state_dict()["x"]
     assert same(state["history"], floats(case["history_after"]))
