@@ -27,6 +27,7 @@ from dlp.quant import recipe as recipes
 from launch.config.run_config import load
 from launch.train import plan_text
 from tests import pool as worker
+from tests.refusals import may_raise
 
 FP8 = recipes.load("fp8_current")
 UP, DOWN = Problem(COLUMN_SP, 4096, 1024, (2048,), FP8), Problem(ROW_SP, 4096, 2048, (1024,), FP8)
@@ -314,11 +315,7 @@ def converted(folder: Path) -> tuple[str, list[Any], str]:
     model = MLP(32, 64).to(worker.device())
     plan = dlp.convert(model, GROUPS, mesh, batch=(1, 64), overlap_table=file)
     names = [[getattr(core.spec.overlap, gemm).name for gemm in ("fprop", "dgrad", "wgrad")] for core in cores(model)]
-    try:
-        auto.check_together([dist.get_rank()])
-    except ValueError as error:
-        return repr(plan.choices()), names, str(error)
-    return repr(plan.choices()), names, ""
+    return repr(plan.choices()), names, may_raise(ValueError, auto.check_together, [dist.get_rank()])
 
 
 @pytest.mark.ranks(2)

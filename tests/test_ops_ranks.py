@@ -22,6 +22,7 @@ from tests import pool as worker
 from tests.cases import KINDS, RECIPES, few, nightly
 from tests.metrics import assert_bit_equal, assert_close, factor, relative_error
 from tests.ops_programs import PROGRAMS, WIDTH, codes_only
+from tests.refusals import may_raise
 from tests.restored_tables import restored_fusions
 from tests.test_ops_handed import Halved
 
@@ -263,11 +264,7 @@ def handed_over(recipe: str, by_reader: bool) -> tuple[list[dict[str, Tensor]], 
             found.append({name: p.grad for name, p in (("dw", column.weight), ("dw'", row.weight))})
     finally:
         quantization.start_gather, quantization.cast = start, cast
-    try:
-        column(ops.Quantize(recipe=recipe, strict=True)(x))
-        said = ""
-    except ValueError as error:
-        said = str(error)
+    said = may_raise(ValueError, lambda: column(ops.Quantize(recipe=recipe, strict=True)(x)))
     return [{name: whole(grad) for name, grad in grads.items()} for grads in found], said, sent, casts
 
 
@@ -493,10 +490,8 @@ def converted(norm_on_shards: bool) -> dict[str, Tensor] | str:
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     dlp.attach(model, optimizer)
     x = values(1, M, H).requires_grad_()
-    try:
-        model(x, mesh).backward(values(2, M, H))
-    except ValueError as error:
-        return str(error)
+    if message := may_raise(ValueError, lambda: model(x, mesh).backward(values(2, M, H))):
+        return message
     optimizer.step()
     return {
         f"d{name.removeprefix('inner.')}": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None

@@ -37,6 +37,7 @@ from launch.report.run_dir import RunDir
 from tests import training
 from tests.cases import nightly
 from tests.pool import RankError
+from tests.refusals import may_raise
 
 pytestmark = pytest.mark.slow
 
@@ -209,14 +210,7 @@ def refusals(config: Config, paths: list[Path]) -> list[str]:
     """Return, for each checkpoint, the message of the refusal, or "" if the checkpoint loads."""
     recipe._import_file.cache_clear()
     trainer, _ = training.trainer(config)
-    said = []
-    for path in paths:
-        try:
-            save_load.load(path, trainer.state)
-            said.append("")
-        except CheckpointError as error:
-            said.append(str(error))
-    return said
+    return [may_raise(CheckpointError, save_load.load, path, trainer.state) for path in paths]
 
 
 def copies(path: Path, count: int) -> list[Path]:

@@ -7,7 +7,6 @@ users' models: norms with biases, a position table, a raw parameter, a tied or u
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +23,7 @@ from dlp.parallel.model.embedding import VocabParallelEmbedding
 from tests import pool as worker
 from tests.cases import nightly
 from tests.metrics import assert_close, relative_error
+from tests.refusals import may_raise
 
 HIDDEN, HEAD, VOCABULARY, BATCH, SEQUENCE = 32, 8, 48, 3, 8
 
@@ -272,14 +272,6 @@ def test_the_weights_of_rank_0_count(ranks):
     assert ranks(2).run(other_weights_than_rank_0) == [0.0, 0.0]
 
 
-def refusal(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 def refused_conversions() -> dict[str, tuple[str, bool]]:
     """Return the message of each refused conversion, and whether the model is unchanged."""
     mesh, batch_shape = worker.mesh(tp=2), (BATCH, SEQUENCE)
@@ -300,7 +292,7 @@ def refused_conversions() -> dict[str, tuple[str, bool]]:
             nn.Linear(HIDDEN, 31, device=worker.device()) if name == "indivisible" else model.blocks[1].up
         )
         before = {path: (type(module), list(map(id, module.parameters()))) for path, module in model.named_modules()}
-        message = refusal(lambda model=model, c=chosen, o=options: dlp.convert(model, c, mesh, **o))  # type: ignore[misc]
+        message = may_raise(ValueError, dlp.convert, model, chosen, mesh, **options)
         after = {path: (type(module), list(map(id, module.parameters()))) for path, module in model.named_modules()}
         found[name] = message, before == after
     return found
@@ -345,7 +337,7 @@ def wrong_tokens() -> dict[str, str]:
         model = make()
         dlp.convert(model, chosen, mesh, batch=(size, SEQUENCE))
         model.tp = mesh["tp"] if scatter else None
-        found[name] = refusal(lambda model=model: model(tokens))  # type: ignore[misc]
+        found[name] = may_raise(ValueError, model, tokens)
     two = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(worker.device())
     cut = [{"name": s, "match": n, "style": s, "sequence_parallel": True} for n, s in (("0", "column"), ("1", "row"))]
     dlp.convert(two, cut, mesh, batch=(BATCH + 1, SEQUENCE))
@@ -354,15 +346,14 @@ def wrong_tokens() -> dict[str, str]:
     try:
         dlp.convert(norm, [{"name": "sp", "match": "0", "sequence_parallel": True}], mesh, batch=(3, 8), invariant=True)
         for rows in (24, 16):
-            x = torch.zeros(rows, 8, device=worker.device())
-            found[f"invariant, {rows} rows"] = refusal(lambda x=x: norm(x))  # type: ignore[misc]
+            found[f"invariant, {rows} rows"] = may_raise(ValueError, norm, torch.zeros(rows, 8, device=worker.device()))
     finally:
         torch.use_deterministic_algorithms(False)
     lookup = nn.Sequential(nn.Embedding(16, 8)).to(worker.device())
     dlp.convert(lookup, [{"name": "sp", "match": "0", "sequence_parallel": True}], mesh, batch=(3, 8))
     for rows in (24, 16):
-        found[f"embedding, {rows} rows"] = refusal(lambda rows=rows: lookup(tokens.new_zeros(rows)))  # type: ignore[misc]
-    found["other batch, linear"] = refusal(lambda: two(torch.zeros(12, 8, device=worker.device())))
+        found[f"embedding, {rows} rows"] = may_raise(ValueError, lookup, tokens.new_zeros(rows))
+    found["other batch, linear"] = may_raise(ValueError, two, torch.zeros(12, 8, device=worker.device()))
     return found
 
 
@@ -397,7 +388,7 @@ def test_tokens_that_are_not_scattered_are_noticed_by_name(ranks):
 
 def converted_twice() -> str:
     model, mesh, _ = converted(Setup(), 2)
-    return refusal(lambda: dlp.convert(copy.deepcopy(model), groups(), mesh))
+    return may_raise(ValueError, dlp.convert, copy.deepcopy(model), groups(), mesh)
 
 
 @pytest.mark.ranks(2)
@@ -417,7 +408,7 @@ def different_inputs_for_siblings() -> str:
 
     model = Cross().to(worker.device())
     dlp.convert(model, [{"name": "qk", "match": ["q", "k"], "style": "column", "siblings": True}], worker.mesh(tp=2))
-    return refusal(lambda: model(torch.zeros(4, 8, device=worker.device())))
+    return may_raise(ValueError, model, torch.zeros(4, 8, device=worker.device()))
 
 
 @pytest.mark.ranks(2)

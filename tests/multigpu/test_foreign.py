@@ -17,6 +17,7 @@ import dlp
 from dlp.parallel.model.convert import save_whole
 from tests import pool as worker
 from tests.metrics import assert_close
+from tests.refusals import may_raise
 from tests.test_survey import LoRA, ReadsList
 
 SIZE, HEADS, TOKENS, VOCABULARY, PAD = 16, 2, 8, 12, 3
@@ -280,15 +281,7 @@ def refused() -> list[str]:
         (ByHand(), [column | {"style": "row"}], mesh), (ByHand(), [column | {"sequence_parallel": True}], mesh),
         (ByHand(), [], alone), (part, [], mesh), (within["part"], [], mesh), (sharded, [], alone), (attached, [], mesh),
     ]  # fmt: skip
-    return [said(model, groups, on) for model, groups, on in attempts]
-
-
-def said(model: nn.Module, groups: list[dict[str, Any]], mesh: Any) -> str:
-    try:
-        dlp.convert(model, groups, mesh)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    return [may_raise(ValueError, dlp.convert, model, groups, on) for model, groups, on in attempts]
 
 
 @pytest.mark.ranks(2)
@@ -364,15 +357,7 @@ def wrong_features() -> list[str]:
     dlp.convert(model, groups, worker.mesh(tp=2))
     nn.utils.parametrizations.weight_norm(model[2])
     calls = [(0, 4), (1, 16), (2, 8)]
-    return [called(model[i], torch.ones(3, size, device=worker.device())) for i, size in calls]
-
-
-def called(module: nn.Module, x: Tensor) -> str:
-    try:
-        module(x)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    return [may_raise(ValueError, model[i], torch.ones(3, size, device=worker.device())) for i, size in calls]
 
 
 @pytest.mark.ranks(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from launch.training.build import build
 from launch.training.step_update import Update
 from tests import pool as worker
 from tests import training
+from tests.refusals import may_raise
 
 SMALL = ("layers=1", "hidden=128", "ffn=128", "heads=4", "kv_heads=4", "head_dim=32", "vocab=128")
 QWEN3 = (
@@ -310,15 +310,7 @@ def refused() -> dict[str, str]:
         "gradients were set or changed": lambda: stepped(converted(tp), cleared),
         "must come from calling the converted model itself": lambda: converted(tp)[1](x).sum().backward(),
     }
-    return {expected: _message(call) for expected, call in calls.items()}
-
-
-def _message(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "nothing"
+    return {expected: may_raise((ValueError, RuntimeError), call) for expected, call in calls.items()}
 
 
 @pytest.mark.ranks(2)

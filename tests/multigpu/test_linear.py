@@ -44,6 +44,7 @@ from tests.cases import (
 )
 from tests.metrics import bit_difference, relative_error
 from tests.observe import Collectives
+from tests.refusals import may_raise
 
 CLASSES: dict[str, type[Linear]] = {"local": Linear, "column": ColumnParallelLinear, "row": RowParallelLinear}
 
@@ -404,11 +405,8 @@ def refusals() -> dict[str, str]:
     def build_and_run(
         layer: Callable[..., nn.Module], sizes: tuple[Any, Any], shape: tuple[int, ...], **more: Any
     ) -> str:
-        try:
-            layer(*sizes, **options, **more)(torch.zeros(shape, device=worker.device()))
-        except ValueError as error:
-            return str(error)
-        return "no error"
+        x = torch.zeros(shape, device=worker.device())
+        return may_raise(ValueError, lambda: layer(*sizes, **options, **more)(x))
 
     return {
         "out": build_and_run(ColumnParallelLinear, (8, 7), (4, 8)),

@@ -18,6 +18,7 @@ import dlp
 from dlp.comm.mesh import AXES, ParallelDims, build_mesh
 from launch.config import sections
 from tests import pool as worker
+from tests.refusals import may_raise
 from tests.syntax import nodes_in
 
 ROOT = Path(__file__).parent.parent.parent
@@ -139,17 +140,13 @@ def test_tp_ranks_are_neighbours(ranks):
         assert groups["dp_replicate"] == [rank]
 
 
-def refuse() -> tuple[str, str]:
-    try:
-        build_mesh(dp_shard=3, tp=1, device_type=worker.device().type)
-    except ValueError as error:
-        return str(error), worker.device().type
-    return "no error", worker.device().type
+def refuse() -> str:
+    return may_raise(ValueError, build_mesh, dp_shard=3, tp=1, device_type=worker.device().type)
 
 
 @pytest.mark.ranks(2)
 def test_a_real_world_is_checked(ranks):
-    for message, _ in ranks(2).run(refuse):
+    for message in ranks(2).run(refuse):
         assert message.startswith("world size 2 is not dp_replicate 1 x dp_shard 3 x tp 1: start 3 ranks, ")
 
 

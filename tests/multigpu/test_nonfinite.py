@@ -14,6 +14,7 @@ import dlp
 from tests import pool as worker
 from tests.cases import nightly
 from tests.emulated import emulation
+from tests.refusals import may_raise
 
 # TOKENS of each rank, and FFN / 2, are multiples of 128, so that every operand is gathered as codes in complete blocks
 TOKENS, HIDDEN, FFN = 128, 64, 256
@@ -91,10 +92,8 @@ def raised(into: str) -> tuple[str, int]:
     """Run up to 3 steps; return the message of the error ("" if there is none), and the number of steps that began."""
     model, optimizer = made("fp8_current", "fsdp", "raise")
     for i in range(3):  # in a real run, a rank that continues would wait for the other until torchrun ends it
-        try:
-            step(model, optimizer, into if i == 1 else "", torch.inf)
-        except FloatingPointError as error:
-            return str(error), i + 1
+        if message := may_raise(FloatingPointError, step, model, optimizer, into if i == 1 else "", torch.inf):
+            return message, i + 1
     return "", 3
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -25,14 +25,9 @@ from dlp.comm import lockstep
 from dlp.parallel.model import replicas
 from tests import pool as worker
 from tests.multigpu.test_grads import Attention, batch, loss_of, make
+from tests.refusals import may_raise
 
-
-def said_by(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
+said_by = partial(may_raise, (RuntimeError, ValueError))
 
 
 def two_layers(**sizes: int) -> tuple[nn.Module, Any]:
@@ -65,7 +60,7 @@ def without_fully_shard(sizes: dict[str, int], attached: bool, averages: bool) -
             optimizer.step()
             optimizer.zero_grad()
 
-    return said_by(steps), said_by(lambda: dlp.state_dict(model))
+    return said_by(steps), said_by(dlp.state_dict, model)
 
 
 @pytest.mark.ranks(2)
@@ -235,11 +230,11 @@ def with_recipes(door: str, own: bool) -> str:
     if door == "attach":
         hand = dlp.ColumnParallelLinear(16, 16, tp=mesh["tp"], device=worker.device(), recipe=recipe)
         model = nn.Sequential(hand)
-        return said_by(lambda: dlp.attach(model, SGD(model.parameters(), lr=0.1)))
+        return said_by(dlp.attach, model, SGD(model.parameters(), lr=0.1))
     if door == "convert":
-        return said_by(lambda: dlp.convert(model, [{"name": "all", "match": ["**"], "recipe": recipe}], mesh))
+        return said_by(dlp.convert, model, [{"name": "all", "match": ["**"], "recipe": recipe}], mesh)
     dlp.convert(model, [], mesh)
-    return said_by(lambda: dlp.set_recipe(model, "0", recipe))
+    return said_by(dlp.set_recipe, model, "0", recipe)
 
 
 @pytest.mark.ranks(2)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from launch.config.run_config import Config, load
+from launch.config.run_config import load
 from launch.data.shard import HEADER, write_shard
 from launch.data.shard_check import check_data
 from launch.data.sources import open_data
 from tests import training
+from tests.refusals import may_raise
 
 
 def random_data(folder: Path, vocabulary: int = 1000, documents: int = 1) -> Path:
@@ -23,15 +24,6 @@ def random_data(folder: Path, vocabulary: int = 1000, documents: int = 1) -> Pat
         tokens = np.abs(np.arange(length) % 1998 - 999)
         write_shard(folder / f"{split}-00000.shard", np.array_split(tokens, documents), vocabulary)
     return folder
-
-
-def refusal(config: Config) -> str:
-    """Message of the ValueError with which a run refuses to start."""
-    try:
-        training.run(config)
-    except ValueError as error:
-        return str(error)
-    return "it trained"
 
 
 @pytest.mark.ranks(2)
@@ -50,11 +42,11 @@ def test_a_flipped_bit_and_a_token_outside_the_vocabulary_are_refused_on_all_ran
     whole = path.read_bytes()
     at = HEADER.size + 8 + 2 * 123
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    told = ranks(2).run(refusal, config)
+    told = ranks(2).run(may_raise, ValueError, training.run, config)
     assert told[0] == told[1] and told[0].startswith(f"{path}: damaged, the SHA-256 of the content begins with "), told
     with patch("launch.data.shard._check_tokens"):
         write_shard(path, [np.array([1] * 300 + [1000] + [1] * 300)], 1000)
-    told = ranks(2).run(refusal, config)
+    told = ranks(2).run(may_raise, ValueError, training.run, config)
     assert told[0] == told[1] and told[0].startswith(
         f"{path}: token 1000 at position 300 of 601 is outside the vocabulary of 1000; encode the text again"
     ), told

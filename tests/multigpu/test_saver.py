@@ -19,6 +19,7 @@ from launch.config.run_config import Config
 from tests import training
 from tests.cases import nightly
 from tests.multigpu.test_checkpoint import equal_tensors, folder
+from tests.refusals import may_raise
 
 ASYNC = "--checkpoint.asynchronous=true"
 FSDP = ["--mesh.tp=1", "--recipe=fp8_delayed"]
@@ -98,12 +99,9 @@ def run_on_full_disk(config: Config, steps: list[int]) -> str:
 
     save_load.write = fails
     try:
-        training.run(config)
-    except SaveError as error:
-        return str(error)
+        return may_raise(SaveError, training.run, config)
     finally:
         save_load.write = write
-    return ""
 
 
 @pytest.mark.ranks(2)
@@ -143,11 +141,7 @@ def run_with_a_nan(config: Config, where: str) -> str:
         return current
 
     trainer.train_step = spoiling
-    try:
-        trainer.train(done)
-    except SaveError as error:
-        return str(error)
-    return ""
+    return may_raise(SaveError, trainer.train, done)
 
 
 @pytest.mark.ranks(2)

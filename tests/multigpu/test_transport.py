@@ -31,6 +31,7 @@ from tests import pool as worker
 from tests import simulated_transport
 from tests.cases import nightly
 from tests.emulated import emulation
+from tests.refusals import may_raise
 from tests.shared_slot import SharedSlot
 from tests.simulated_transport import SimulatedLane, SimulatedSlot
 
@@ -348,12 +349,9 @@ def test_it_says_who_carries_cuda_tensors(backends: str, said: str):
 def required() -> str:
     transport.destroy()
     try:
-        dlp.build_mesh(tp=2, device_type="cpu", transport="mapped")
-    except ValueError as error:
-        return str(error)
+        return may_raise(ValueError, dlp.build_mesh, tp=2, device_type="cpu", transport="mapped")
     finally:
         transport.destroy()
-    return ""
 
 
 @pytest.mark.ranks(2)
@@ -387,11 +385,7 @@ def one_stays_away() -> str:
         moves.start("row", ("down", "forward"))
         if moves.rank == 1:
             return ""
-        try:
-            lease(moves, 2, [((4,), torch.float32, 0)]).gather().wait()
-        except RuntimeError as error:
-            return str(error)
-        return "nobody complained"
+        return may_raise(RuntimeError, lambda: lease(moves, 2, [((4,), torch.float32, 0)]).gather().wait())
 
 
 @pytest.mark.ranks(2)

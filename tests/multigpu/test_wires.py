@@ -29,6 +29,7 @@ from tests.metrics import assert_bit_equal, relative_error
 from tests.multigpu.test_linear import make_full
 from tests.multigpu.test_overlap import results
 from tests.observe import Collectives
+from tests.refusals import may_raise, must_raise
 
 
 def contribution(rank: int, rows: int) -> Tensor:
@@ -111,13 +112,8 @@ def cut_inside_a_block() -> str:
     x = torch.randn(192 * dist.get_world_size(), 128, device=worker.device())
     tiles, w = BlockScaling(tile=True).cast(x, None), KeepHighPrecision().cast(x[:64], None)
     gemm = Gemm("fprop", w, torch.float32)
-    try:
-        load("chunked").gemm_reduce(
-            tiles, gemm, dist.group.WORLD, reduce="scatter", dtype=torch.float32, codec=WIRES["hp"]
-        )
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    options = {"reduce": "scatter", "dtype": torch.float32, "codec": WIRES["hp"]}
+    return may_raise(ValueError, load("chunked").gemm_reduce, tiles, gemm, dist.group.WORLD, **options)
 
 
 @pytest.mark.ranks(2)
@@ -183,17 +179,12 @@ def test_bf16_gradients_travel_as_they_are_with_the_bits_of_a_reduction_in_fp32(
 
 
 def refusals() -> list[str]:
-    messages = []
-    for wrong in (
-        lambda: set_grad_wire(nn.Linear(2, 2), "fp4"),
-        lambda: set_grad_wire(nn.Linear(2, 2), "bf16", torch.bfloat16),
-        lambda: CodecReduceScatter(WIRES["fp8"])(torch.ones(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX),
-    ):
-        try:
-            wrong()
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+    summed = CodecReduceScatter(WIRES["fp8"])
+    return [
+        must_raise(ValueError, set_grad_wire, nn.Linear(2, 2), "fp4"),
+        must_raise(ValueError, set_grad_wire, nn.Linear(2, 2), "bf16", torch.bfloat16),
+        must_raise(ValueError, summed, torch.ones(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX),
+    ]
 
 
 @pytest.mark.ranks(2)
