@@ -1,7 +1,11 @@
-"""Messages of the exceptions that calls raise.
+"""Tests of refusals: the exceptions that calls raise, and the messages of the exceptions.
 
-assert must_raise(ValueError, plan, model).startswith("...")         # fails if `plan(model)` returns
-assert may_raise(ValueError, plan, model) == ""                      # `plan(model)` returned
+    with refuses("expected a folder"):                                  # pytest.raises(ValueError, match=...)
+        plan(model)
+    assert must_raise(ValueError, plan, model).startswith("...")        # fails if plan(model) returns
+    assert may_raise(ValueError, plan, model) == ""                     # plan(model) returned
+
+The kind of the exception is ValueError unless `refuses` gets another one.
 """
 
 from __future__ import annotations
@@ -12,6 +16,11 @@ from typing import Any
 import pytest
 
 Kinds = type[BaseException] | tuple[type[BaseException], ...]
+
+
+def refuses(message: str, kind: type[BaseException] = ValueError) -> pytest.RaisesExc[BaseException]:
+    """Return the context that fails unless an exception of `kind` is raised whose text contains the pattern `message`."""
+    return pytest.raises(kind, match=message)
 
 
 def must_raise(kinds: Kinds, call: Callable[..., Any], /, *args: Any, **options: Any) -> str:

@@ -25,6 +25,7 @@ from bench import quantize as bench_quantize
 from dlp.kernels import build, gemms, loader, registry, tune
 from dlp.kernels.loader import BuildError, MissingError, Toolchain, build_key, compile_module, sources
 from tests.cases import of_these
+from tests.refusals import must_raise, refuses
 
 TOOLS = Toolchain("nvcc", "13.0", "ninja", "c++", ())
 ARCH = ["sm_90a"]
@@ -249,9 +250,7 @@ def test_the_compiler_of_pypi_comes_before_path_and_links_the_shared_runtime(
         assert loader.find_toolchain().nvcc == f"{tmp_path}/named/bin/nvcc"
     (root / "nvvm" / "bin" / "cicc").unlink()
     (root / "lib" / "libcudart.so.13").unlink()
-    with pytest.raises(
-        MissingError, match=r"need the packages nvidia-nvvm, nvidia-cuda-runtime for the nvcc.*dlp\[gpu\]"
-    ):
+    with refuses(r"need the packages nvidia-nvvm, nvidia-cuda-runtime for the nvcc.*dlp\[gpu\]", MissingError):
         loader.find_toolchain()
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert loader.packaged_nvcc() is None
@@ -287,9 +286,7 @@ def test_kernels_that_are_required_raise(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     monkeypatch.setattr(loader, "packaged_nvcc", lambda: None)
     monkeypatch.setattr(loader, "load", loader.load.__wrapped__)
-    with pytest.raises(
-        MissingError, match=r"^native kernels need nvcc, which is not on PATH: pip install 'dlp\[gpu\]'$"
-    ):
+    with refuses(r"^native kernels need nvcc, which is not on PATH: pip install 'dlp\[gpu\]'$", MissingError):
         loader.require()
 
 
@@ -356,9 +353,7 @@ def test_the_packages_are_the_way_out_for_their_release_of_cuda(
 def test_missing_headers_of_python_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.raises(
-        MissingError, match=rf"need Python\.h, which is not in {tmp_path}: apt-get install python3-dev, or"
-    ):
+    with refuses(rf"need Python\.h, which is not in {tmp_path}: apt-get install python3-dev, or", MissingError):
         loader.find_toolchain()
 
 
@@ -452,9 +447,7 @@ def test_commands_that_need_the_kernels_say_why_there_are_none(
 
 def test_two_releases_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    with pytest.raises(MissingError) as error:
-        loader.check_cuda(TOOLS)
-    assert str(error.value) == (
+    assert must_raise(MissingError, loader.check_cuda, TOOLS) == (
         "native kernels need the same major release of CUDA in torch and nvcc: torch has 12.8, nvcc has 13.0; "
         "set CUDA_HOME to a toolkit of CUDA 12, or put its nvcc first on PATH"
     )

@@ -28,6 +28,7 @@ from launch.checkpoint.manifest import (
 from launch.checkpoint.save_load import changes
 from launch.config.run_config import load, to_toml
 from launch.report.run_dir import move_aside
+from tests.refusals import must_raise
 
 
 def make(folder: Path, step: int, **differing: Any) -> Path:
@@ -47,10 +48,9 @@ def write(path: Path, manifest: dict[str, Any]) -> None:
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        read_manifest(path)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    said = must_raise(CheckpointError, read_manifest, path)
+    assert "\n" not in said
+    return said
 
 
 def test_auto_is_the_finished_one_with_the_highest_step(tmp_path):

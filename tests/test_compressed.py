@@ -26,6 +26,8 @@ from dlp.quant.tensor import QuantizedTensor, as_bytes
 pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from tests.refusals import refuses
+
 FORMATS: dict[str, Any] = {
     "fp8_current": "fp8_current", "fp8_rowwise": "fp8_rowwise", "fp8_block": "fp8_block", "nvfp4": "nvfp4",
     "mxfp8": "mxfp8", "int8": "int8", "int4": "qat",
@@ -183,9 +185,7 @@ def test_a_static_scale_of_another_cast_is_refused(tmp_path) -> None:
     saved[1].max_scale.fill_(1)  # a user's buffer, which is saved like other buffers
     dlp.save_compressed(saved, tmp_path)
     other = model_with_buffer()
-    with pytest.raises(
-        ValueError, match=r"0: the file states a static cast of x with .*, and int8 casts x to int8\[row\]"
-    ):
+    with refuses(r"0: the file states a static cast of x with .*, and int8 casts x to int8\[row\]"):
         dlp.load_compressed(other, tmp_path, "int8")
     dlp.load_compressed(other, tmp_path, mode="weight_only")
     assert other[1].max_scale.all() and other[0].weight.x_scale is None
@@ -197,9 +197,7 @@ def test_a_static_scale_of_another_cast_is_refused(tmp_path) -> None:
     with dlp.calibrate(saved):
         saved(x)
     dlp.quantize_(saved, e5m2, mode="static")
-    with pytest.raises(
-        ValueError, match=r"0: compressed-tensors has no static scale of this x for weights of fp8_tensor"
-    ):
+    with refuses(r"0: compressed-tensors has no static scale of this x for weights of fp8_tensor"):
         dlp.save_compressed(saved, tmp_path)
 
 
@@ -213,9 +211,7 @@ def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="no layer of the model holds codes"):
         dlp.save_compressed(model(), tmp_path / "a")
     odd = dlp.quantize_(nn.Sequential(nn.Linear(40, 32)), "mxfp8")
-    with pytest.raises(
-        ValueError, match=r"0: compressed-tensors has no padding: a contraction of 40 is not a multiple of 32"
-    ):
+    with refuses(r"0: compressed-tensors has no padding: a contraction of 40 is not a multiple of 32"):
         dlp.save_compressed(odd, tmp_path / "a")
     hybrid = {"name": "fp8_current", "fp8_format": "E4M3"}
     dlp.save_compressed(dlp.quantize_(model(), hybrid), tmp_path / "b")

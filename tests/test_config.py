@@ -28,6 +28,7 @@ from launch.train import check_restarts
 from launch.training.build import build, plan_for
 from launch.training.cuda_graph import describe_graph, replays_steps
 from tests.command import command
+from tests.refusals import must_raise, refuses
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = sorted(path.stem for path in CONFIGS.glob("*.toml") if path.stem != FOR_FOLDERS)
@@ -35,9 +36,7 @@ TINY = (CONFIGS / "tiny.toml").read_text()
 
 
 def refused(arguments: list[str], name: str | Path = "tiny") -> str:
-    with pytest.raises(ConfigError) as caught:
-        load(name, arguments)
-    return str(caught.value)
+    return must_raise(ConfigError, load, name, arguments)
 
 
 def refused_file(folder: Path, old: str, new: str) -> str:
@@ -321,9 +320,7 @@ def test_batch_on_a_world(arguments: str, world: int, expected: tuple[int, int, 
     ],
 )
 def test_worlds_that_do_not_fit(arguments: list[str], world: int, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        validate_world(load("tiny", arguments), world)
-    assert str(caught.value) == f"tiny.toml: {sentence}"
+    assert must_raise(ConfigError, validate_world, load("tiny", arguments), world) == f"tiny.toml: {sentence}"
 
 
 @pytest.mark.parametrize("resume", ["none", "runs/other/checkpoints/step-3"])
@@ -331,9 +328,7 @@ def test_restarts_that_would_begin_anew_are_refused(resume: str, monkeypatch: py
     check_restarts(load("tiny", [f"--checkpoint.resume={resume}"]))
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     check_restarts(load("tiny"))
-    with pytest.raises(ConfigError) as caught:
-        check_restarts(load("tiny", [f"--checkpoint.resume={resume}"]))
-    assert str(caught.value) == (
+    assert must_raise(ConfigError, check_restarts, load("tiny", [f"--checkpoint.resume={resume}"])) == (
         f"--checkpoint.resume {resume}: expected auto under torchrun --max-restarts 3, since a restart after a failure "
         f"would begin at this checkpoint again and ignore later checkpoints; choose another --run.dir, or start "
         f"without restarts"
@@ -373,9 +368,7 @@ def test_as_a_program() -> None:
 def test_a_cuda_graph_needs_a_gpu() -> None:
     config = load("tiny", ["--mesh.tp", "1", "--train.cuda_graph", "true"])
     mesh: Any = None  # the refusal comes before the mesh is used
-    with pytest.raises(
-        ConfigError, match=r"^tiny.toml: \[train\] cuda_graph = true: expected a GPU, got a CPU; set it to"
-    ):
+    with refuses(r"^tiny.toml: \[train\] cuda_graph = true: expected a GPU, got a CPU; set it to", ConfigError):
         build(config, mesh, torch.device("cpu"))
 
 
@@ -424,9 +417,7 @@ def test_steps_are_captured_on_gpus_wherever_nothing_forbids_it() -> None:
 def test_styles_that_a_llama_cannot_run_are_refused(arguments: str, sentence: str) -> None:
     given = ["--mesh.tp", "2", *shlex.split(arguments.replace("FIRST", """'["layers.0.{self_attn,mlp}.**"]'"""))]
     plan_for(load("tiny", ["--mesh.tp", "1", *given[2:]]), 1, "cpu")
-    with pytest.raises(ValueError) as caught:
-        plan_for(load("tiny", given), 2, "cpu")
-    assert str(caught.value).startswith(sentence)
+    assert must_raise(ValueError, plan_for, load("tiny", given), 2, "cpu").startswith(sentence)
 
 
 # Messages that `early` cannot raise, because only `dlp` can check recipes and patterns

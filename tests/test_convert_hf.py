@@ -32,6 +32,7 @@ from launch.training.build import plan_for
 from launch.weights import hf_config, safetensors_folder, weights_only
 from tests import training
 from tests.command import command
+from tests.refusals import must_raise, refuses
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -96,9 +97,7 @@ def test_a_head_of_its_own_is_not_lost_in_a_tied_configuration(tmp_path: Path) -
     weights_only.write(
         tmp_path / "ours", tied, tensors, lambda name: torch.ones(tensors[name].shape), config="", tokenizer=None
     )
-    with pytest.raises(
-        ValueError, match="the checkpoint has a tensor lm_head.weight, but its model, whose manifest ties the head to"
-    ):
+    with refuses("the checkpoint has a tensor lm_head.weight, but its model, whose manifest ties the head to"):
         convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", 512)
     assert not (tmp_path / "back").exists()
 
@@ -331,9 +330,7 @@ def test_two_imports_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pyt
         return read(entry, name)
 
     monkeypatch.setattr(safetensors_folder, "read", second_begins)
-    with pytest.raises(
-        ValueError, match="ours: another process has created this folder in the meantime; choose another fol"
-    ):
+    with refuses("ours: another process has created this folder in the meantime; choose another fol"):
         convert_hf.import_folder(tmp_path / "published", tmp_path / "ours")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "published"]
     weights_only.Reader(tmp_path / "ours")  # must not raise: the folder is complete
@@ -377,9 +374,7 @@ def start(config: Any) -> dict[str, Tensor]:
 
 def refused(config: Any) -> str:
     """Message with which a run refuses to start. Runs in a worker."""
-    with pytest.raises(ValueError) as error:
-        training.trainer(config)
-    return str(error.value)
+    return must_raise(ValueError, training.trainer, config)
 
 
 @pytest.mark.ranks(2)

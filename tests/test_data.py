@@ -25,6 +25,7 @@ from launch.data.sources import STDLIB, open_data, open_sources
 from launch.data.token_stream import TokenStream, permute
 from launch.data.tokenizer import BYTES, SEPARATOR, encode_bytes
 from tests.command import command
+from tests.refusals import must_raise, refuses
 
 
 @pytest.fixture
@@ -94,9 +95,7 @@ def u64(value: int) -> bytes:
 )
 def test_damaged_shard_is_refused(shard: Shard, offset: int, new: bytes, sentence: str) -> None:
     path = damage(shard, offset, new)
-    with pytest.raises(ValueError) as caught:
-        open_shard(path)
-    assert str(caught.value) == f"{path}: {sentence}"
+    assert must_raise(ValueError, open_shard, path) == f"{path}: {sentence}"
 
 
 def test_torn_shard_says_expected_and_found_bytes(shard: Shard) -> None:
@@ -118,9 +117,7 @@ def test_verify_finds_changed_content(shard: Shard, offset: int, new: bytes) -> 
 
 
 def test_verify_finds_tokens_outside_the_vocabulary(shard: Shard) -> None:
-    with pytest.raises(
-        ValueError, match="a.shard: token 256 at position 262 of 306 is outside the vocabulary of 256; encode"
-    ):
+    with refuses("a.shard: token 256 at position 262 of 306 is outside the vocabulary of 256; encode"):
         verify(open_shard(damage(shard, 16, u64(256))))
 
 
@@ -209,9 +206,7 @@ def test_of_a_few_large_files_the_end_of_the_largest_is_held_out(tmp_path: Path)
     assert len(opened.validation[0].tokens) == 201
     for size, sizes in ((1, "1 files with 1 bytes"), (0, "0 files with 0 bytes")):
         (tmp_path / "a").write_bytes(b"x" * size)
-        with pytest.raises(
-            ValueError, match=f"a validation share of 0.05 of {sizes} of text is nothing to validate on"
-        ):
+        with refuses(f"a validation share of 0.05 of {sizes} of text is nothing to validate on"):
             prepare({"a": tmp_path / "a"} if size else {}, tmp_path / "none", validation=0.05)
 
 
@@ -416,15 +411,11 @@ def test_sources_have_their_shares_and_go_through_their_own_windows(tmp_path: Pa
 def test_weights_are_a_part_of_the_order(tmp_path: Path) -> None:
     one, other = mixed(tmp_path), mixed(tmp_path, (1, 1))
     one.load_state_dict(one.state_dict())
-    with pytest.raises(
-        ValueError, match=r"made with weights \[2048, 2048\] and this run has \[3072, 1024\], .*; restore \[data\] path"
-    ):
+    with refuses(r"made with weights \[2048, 2048\] and this run has \[3072, 1024\], .*; restore \[data\] path"):
         one.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match=r"b would get less than one of 4096 sequences; raise the weight of 0.0001"):
         mixed(tmp_path, (1, 1e-4))
-    with pytest.raises(
-        ValueError, match="/b: the 51 tokens of the largest train shard are fewer than one sequence of 60"
-    ):
+    with refuses("/b: the 51 tokens of the largest train shard are fewer than one sequence of 60"):
         mixed(tmp_path, sequence=60)
 
 
@@ -437,10 +428,7 @@ def test_sources_of_different_tokenizers_are_refused(corpus: dict[str, Path], tm
     with pytest.raises(ValueError, match="expected different folders, got "):
         open_sources([sources[0], sources[0]], 257)
     prepare(corpus, tmp_path / "c", validation=0.3, tokenizer=replace(BYTES, name="other", digest="12"))
-    with pytest.raises(
-        ValueError,
-        match=f"{tmp_path}/c: the tokens are from the tokenizer 12, and the tokens of {tmp_path}/a from bytes; ",
-    ):
+    with refuses(f"{tmp_path}/c: the tokens are from the tokenizer 12, and the tokens of {tmp_path}/a from bytes; "):
         open_sources([sources[0], {"path": str(tmp_path / "c"), "weight": 1}], 257)
 
 
@@ -480,9 +468,7 @@ def test_state_of_another_order_is_refused_by_name(tmp_path: Path) -> None:
         changed = make_stream(tmp_path, **{key: 4})
         with pytest.raises(ValueError, match=rf"made with {key} 4 and this run has .*; restore \[train\] {key}, or"):
             stream.load_state_dict(changed.state_dict())
-    with pytest.raises(
-        ValueError, match=r"made with data [0-9a-f]{12} and this run has [0-9a-f]{12}, .*; restore \[data\] path"
-    ):
+    with refuses(r"made with data [0-9a-f]{12} and this run has [0-9a-f]{12}, .*; restore \[data\] path"):
         stream.load_state_dict(make_stream(tmp_path, lengths=(103, 61)).state_dict())
 
 
@@ -529,9 +515,7 @@ def test_another_share_or_source_is_another_folder(tmp_path: Path, monkeypatch: 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(
-        ValueError, match=r"cache .*/file/dlp cannot be written \(Not a directory\); set XDG_CACHE_HOME to"
-    ):
+    with refuses(r"cache .*/file/dlp cannot be written \(Not a directory\); set XDG_CACHE_HOME to"):
         data.stdlib_shards(0.1)
 
 

@@ -27,6 +27,7 @@ from launch.settings.schema import ConfigError
 from tests import pool as worker
 from tests import training
 from tests.command import command
+from tests.refusals import must_raise, refuses
 
 PROMPT = torch.tensor([[100, 101, 102, 32, 109]])
 
@@ -143,18 +144,15 @@ def test_several_sources_are_named_as_a_sentence() -> None:
 def too_many(path: str) -> str:
     """Error for too many tokens. Runs in a worker."""
     found = opened(path, 1)
-    with pytest.raises(ConfigError) as error:
-        evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 10**6)
-    return str(error.value)
+    data = evaluate.read_data(found, Path(path))
+    return must_raise(ConfigError, evaluate.perplexity, found, data, "validation", 10**6)
 
 
 def other_tokenizer(path: str) -> str:
     """Error for a checkpoint of a model with another tokenizer. Runs in a worker."""
     found = opened(path, 1)
     found.opened.manifest["data"]["tokenizer"] = "0123456789abcdef"
-    with pytest.raises(CheckpointError) as error:
-        evaluate.read_data(found, Path(path))
-    return str(error.value)
+    return must_raise(CheckpointError, evaluate.read_data, found, Path(path))
 
 
 def written(path: str, tp: int, temperature: float, seed: int) -> list[int]:
@@ -171,9 +169,7 @@ def read_again(path: str) -> tuple[list[int], str]:
     for _ in range(12):
         last = found.model(tokens).unflatten(0, tokens.shape)[:, -1]
         tokens = torch.cat([tokens, last.argmax(-1, keepdim=True).cpu()], 1)
-    with pytest.raises(ValueError) as error:
-        generate.Writer(found, 3).next(PROMPT)
-    return tokens[0].tolist(), str(error.value)
+    return tokens[0].tolist(), must_raise(ValueError, generate.Writer(found, 3).next, PROMPT)
 
 
 @pytest.mark.ranks(2)
@@ -216,9 +212,7 @@ def test_a_text_ends_where_its_document_does(ranks, checkpoint):
 def without_scales(path: str) -> str:
     """Return the message for a checkpoint of fp8_current that is evaluated with fp8_delayed: the checkpoint has no delayed
     scales. Runs in a worker."""
-    with pytest.raises(CheckpointError) as error:
-        opened(path, 1, ("groups.default.recipe", "fp8_delayed"))
-    return str(error.value)
+    return must_raise(CheckpointError, opened, path, 1, ("groups.default.recipe", "fp8_delayed"))
 
 
 @pytest.mark.ranks(1)
@@ -285,9 +279,7 @@ def test_a_prompt_is_text(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         generate.main([str(tmp_path)])
     file = tmp_path / "prompts"
-    with pytest.raises(
-        ConfigError, match=f"^--prompts {file}: no such file; expected one prompt per line, or rows with text$"
-    ):
+    with refuses(f"^--prompts {file}: no such file; expected one prompt per line, or rows with text$", ConfigError):
         prompts(file=file)
     file.write_text("\n \n")
     with pytest.raises(
@@ -408,9 +400,7 @@ def long_requests(path: str) -> tuple[list[int], list[Any], list[Any], list[str]
     hook.remove()
     refused = []
     for ask in (lambda: harness.score(found, [1], tokens[:9]), lambda: harness.go_on(found, BYTES, [1], {})):
-        with pytest.raises(ConfigError) as error:
-            ask()
-        refused.append(str(error.value))
+        refused.append(must_raise(ConfigError, ask))
     return lengths, told, by_hand, [*refused, *found.remarks]
 
 

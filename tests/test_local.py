@@ -19,6 +19,7 @@ from launch.settings.schema import ConfigError
 from launch.training import optimizer
 from tests.command import command
 from tests.pool import forking
+from tests.refusals import must_raise
 
 
 def tps(tp: int) -> list[int]:
@@ -175,9 +176,7 @@ def test_torchruns_report_ends_with_the_sentence_of_a_refusal(tmp_path, monkeypa
 def connected(place: dict[str, str]) -> str:
     """Message of ranks that cannot connect at this address. Runs in a separate process without a process group."""
     os.environ.update(place)
-    with pytest.raises(ValueError) as error:
-        mesh.init_process_group("cpu")
-    return str(error.value)
+    return must_raise(ValueError, mesh.init_process_group, "cpu")
 
 
 def test_a_taken_port_is_one_sentence():

@@ -13,6 +13,7 @@ from dlp.comm import mesh
 from dlp.parallel.model.state import _saved_swaps
 from dlp.quant.quantizer import SlotOptions
 from launch import plot
+from tests.refusals import must_raise
 
 
 def one_gpu(environment: pytest.MonkeyPatch) -> None:
@@ -61,6 +62,4 @@ PROVOKED: list[tuple[Callable[[pytest.MonkeyPatch], object], str]] = [
 
 @pytest.mark.parametrize(("provoke", "message"), [pytest.param(*pair, id=pair[1][:40]) for pair in PROVOKED])
 def test_message(provoke, message, monkeypatch):
-    with pytest.raises(ValueError) as caught:
-        provoke(monkeypatch)
-    assert str(caught.value) == message
+    assert must_raise(ValueError, provoke, monkeypatch) == message

@@ -22,7 +22,7 @@ from tests import pool as worker
 from tests.cases import KINDS, RECIPES, few, nightly
 from tests.metrics import assert_bit_equal, assert_close, factor, relative_error
 from tests.ops_programs import PROGRAMS, WIDTH, codes_only
-from tests.refusals import may_raise
+from tests.refusals import may_raise, must_raise
 from tests.restored_tables import restored_fusions
 from tests.test_ops_handed import Halved
 
@@ -198,9 +198,7 @@ def test_copies_of_ops_are_of_the_same_ranks(ranks: Any):
 
 
 def without_a_group() -> str:
-    with pytest.raises(ValueError) as said:
-        ops.Linear(H, H, tensor_parallel_mode="row")
-    return str(said.value)
+    return must_raise(ValueError, ops.Linear, H, H, tensor_parallel_mode="row")
 
 
 @pytest.mark.ranks(2)
@@ -374,9 +372,8 @@ def refused() -> list[str]:
     said = []
     for linear in (ops.Linear, ops.BasicLinear):
         for between in ([], [ops.Identity(), ops.MakeExtraOutput()]):
-            with pytest.raises(ValueError) as raised:
-                ops.Sequential(ops.RMSNorm(H), linear(H, FFN, **column), *between, ops.SwiGLU())
-            said.append(str(raised.value))
+            given = ops.RMSNorm(H), linear(H, FFN, **column), *between, ops.SwiGLU()
+            said.append(must_raise(ValueError, ops.Sequential, *given))
     return said
 
 
@@ -521,13 +518,13 @@ def adopted() -> tuple[list[Any], list[str], str, str]:
         dlp.LayerGroup("down", "inner.3", recipe="fp8_block", sequence_parallel=True),
         dlp.LayerGroup("norm", "inner.0", sequence_parallel=True),
     ]
-    with pytest.raises(ValueError) as other:
-        dlp.convert(OnShards(mesh["tp"]), [dlp.LayerGroup("down", "inner.3", style="column")], mesh, batch=(1, M))
+    other = [dlp.LayerGroup("down", "inner.3", style="column")]
+    said = must_raise(ValueError, dlp.convert, OnShards(mesh["tp"]), other, mesh, batch=(1, M))
     plan = dlp.convert(model, groups, mesh, batch=(1, M))
     model(values(1, M, H), mesh).sum().backward()
     specs = [op.core.spec for op in model.inner if isinstance(op, ops.Linear)]
     found = [(str(spec.recipe), spec.overlap.fprop.name, spec.style.name) for spec in specs]
-    return found, [type(op).__name__ for op in model.inner], str(plan), str(other.value)
+    return found, [type(op).__name__ for op in model.inner], str(plan), said
 
 
 @pytest.mark.ranks(2)

@@ -10,6 +10,7 @@ from torch import nn
 
 from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import fold, make_plan
+from tests.refusals import must_raise
 
 
 class Attention(nn.Module):
@@ -49,9 +50,7 @@ def plan(*groups: Any, tp: int = 2, **options: Any) -> Any:
 
 
 def refusal(*groups: Any, **options: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        plan(*groups, **options)
-    return str(error.value)
+    return must_raise(ValueError, plan, *groups, **options)
 
 
 def test_each_layer_has_its_row():
@@ -255,9 +254,7 @@ class Tied(nn.Module):
     ("matched", "styles"), [("head", "column and replicated"), ("embed", "local and vocab")], ids=["head", "embed"]
 )
 def test_tied_weights_must_be_cut_alike(matched, styles):
-    with pytest.raises(ValueError) as error:
-        make_plan(Tied(), [{"name": "one", "match": [matched], "style": "column"}], 2)
-    assert str(error.value) == (
+    assert must_raise(ValueError, make_plan, Tied(), [{"name": "one", "match": [matched], "style": "column"}], 2) == (
         f"head and embed share a parameter, but tp shards the parameter differently ({styles}); give both the same style"
     )
     make_plan(Tied(), [{"name": "both", "match": ["head", "embed"], "style": "column"}], 2)
@@ -342,11 +339,9 @@ def test_styles_that_do_not_fit_each_other_are_refused(sequence_parallel, group,
         model = Deep()
     groups = [*parallel(sequence_parallel), group]
     make_plan(model, groups, 1, batch=(3, 4))
-    with pytest.raises(ValueError) as error:
-        make_plan(model, groups, 2, batch=(3, 4))
-    assert str(error.value).startswith(f"{layer}: {message}")
-    overridden = " overrides only " in str(error.value)
-    assert overridden == ("chose" in message)
+    said = must_raise(ValueError, make_plan, model, groups, 2, batch=(3, 4))
+    assert said.startswith(f"{layer}: {message}")
+    assert (" overrides only " in said) == ("chose" in message)
 
 
 @pytest.mark.parametrize(
@@ -370,9 +365,8 @@ def test_styles_that_may_fit_are_not(sequence_parallel, group):
 def test_blocks_on_token_shards_of_which_nothing_gathers_are_refused():
     with torch.device("meta"):
         model = Deep()
-    with pytest.raises(ValueError) as error:
-        make_plan(model, [own("layers.**", sequence_parallel=True)], 2, batch=(3, 4))
-    assert str(error.value).startswith(
+    groups = [own("layers.**", sequence_parallel=True)]
+    assert must_raise(ValueError, make_plan, model, groups, 2, batch=(3, 4)).startswith(
         "layers.0.attn.q_proj: under sequence parallelism the tokens are sharded over tp, and no linear of layers.0 "
         "gathers them"
     )

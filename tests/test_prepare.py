@@ -25,6 +25,7 @@ from launch.data.prepare import prepare
 from launch.data.shard_index import INDEX
 from launch.data.sources import open_data
 from launch.data.tokenizer import BYTES, open_tokenizer
+from tests.refusals import must_raise, refuses
 
 WORDS = "the cat sat on a mat and saw one dog"
 ROWS = [f"{word} number {number}" for number, word in enumerate(WORDS.split() * 20)]
@@ -312,9 +313,7 @@ def test_a_second_preparation_of_a_folder_is_refused(tmp_path: Path, monkeypatch
 
     def second_begins(*given: Any) -> None:
         monkeypatch.setattr(preparing, "write_index", write)
-        with pytest.raises(ValueError) as caught:
-            main(asked)
-        told.append(str(caught.value))
+        told.append(must_raise(ValueError, main, asked))
         (work,) = tmp_path.glob(".out-*")
         assert told == [
             f"{out}: another process is preparing this folder, in {work}; wait for its end, or choose another --out"
@@ -324,9 +323,7 @@ def test_a_second_preparation_of_a_folder_is_refused(tmp_path: Path, monkeypatch
         write(*given)
 
     monkeypatch.setattr(preparing, "write_index", second_begins)
-    with pytest.raises(
-        ValueError, match="another process has created this folder in the meantime; choose another --out$"
-    ):
+    with refuses("another process has created this folder in the meantime; choose another --out$"):
         main(asked)
     assert told and sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
     assert sorted(path.name for path in out.iterdir()) == [INDEX, "train-00000.shard", "validation-00000.shard"]
@@ -339,9 +336,7 @@ def test_an_index_finds_shards_that_are_missing_swapped_or_foreign(tmp_path: Pat
     folder, other = tmp_path / "one", tmp_path / "two"
 
     def told() -> str:
-        with pytest.raises(ValueError) as caught:
-            open_data(str(folder), 257)
-        return str(caught.value)
+        return must_raise(ValueError, open_data, str(folder), 257)
 
     path = folder / "train-00000.shard"
     whole = path.read_bytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlp.parallel.style import STYLES, GemmComm, shard_sizes, style
+from tests.refusals import must_raise
 
 # style -> shard_dim of w, then (gather, reduce) of fprop, dgrad and wgrad
 TABLE = {
@@ -71,9 +72,7 @@ def test_shard_sizes():
 )
 def test_an_indivisible_size_names_the_layer_the_numbers_and_the_way_out(name, feature, size):
     row = style(name, True)
-    with pytest.raises(ValueError) as error:
-        shard_sizes(row, 6, 10, 4, "layers.0.mlp.up_proj")
-    assert str(error.value) == (
+    assert must_raise(ValueError, shard_sizes, row, 6, 10, 4, "layers.0.mlp.up_proj") == (
         f"layers.0.mlp.up_proj: {row.name} shards {feature} over tp 4, which does not divide {size}; "
         f"choose a tp that divides {feature}, or style = 'local' for this layer"
     )

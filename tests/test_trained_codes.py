@@ -19,6 +19,7 @@ from launch.models.modules import Llama
 from launch.weights import weights_only
 from tests import training
 from tests.cases import nightly, of_these
+from tests.refusals import must_raise
 
 pytest.importorskip("safetensors")
 
@@ -157,10 +158,9 @@ def test_codes_that_no_file_can_hold_are_refused_by_name(ranks: Any, tmp_path: P
         config = training.config(folder, data, "--train.steps=2", "--checkpoint.every=2", *settings)
         ranks(2).run(training.run, config)
         checkpoint = folder / "run/checkpoints/step-2"
-        with pytest.raises(ValueError) as error:
-            convert_hf.export(checkpoint, tmp_path / "out", None, None, codes=True)
+        said = must_raise(ValueError, convert_hf.export, checkpoint, tmp_path / "out", None, None, codes=True)
         assert not (tmp_path / "out").exists()
-        return str(error.value)
+        return said
 
     scales = refused("a", "--mesh.tp=2")
     assert (

@@ -17,6 +17,7 @@ from launch.settings.schema import ConfigError
 from launch.training import gradient_norm as clipping
 from launch.training import step_update
 from launch.training.step_update import IN_A_ROW, KNOWN, WINDOW, SpikeFilter
+from tests.refusals import refuses
 
 
 def plainly(norms: list[float], factor: float) -> list[tuple[float, bool]]:
@@ -78,9 +79,7 @@ def test_without_a_factor_nothing_is_skipped_or_saved() -> None:
 
 @pytest.mark.parametrize("value", ["1", "0.5", "-3"])
 def test_a_factor_that_would_skip_half_of_all_steps_is_refused(value: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--train.skip_spikes|\[train\] skip_spikes: expected a number > 1, or 0, got"
-    ):
+    with refuses(r"--train.skip_spikes|\[train\] skip_spikes: expected a number > 1, or 0, got", ConfigError):
         load("tiny", [f"--train.skip_spikes={value}"])
 
 

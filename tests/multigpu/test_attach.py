@@ -18,7 +18,7 @@ from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.metrics import assert_close
 from tests.multigpu.test_grads import Attention, batch, gradients, loss_of, make, run
-from tests.refusals import may_raise
+from tests.refusals import may_raise, must_raise, refuses
 
 
 class Around(nn.Module):
@@ -73,9 +73,7 @@ def x_of(seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def test_an_attachment_that_would_not_hold_is_refused():
     model, other = mlp(), mlp()
-    with pytest.raises(
-        ValueError, match=re.escape("this AdamW holds none of the model's 3 parameters (0.weight, ...)")
-    ):
+    with refuses(re.escape("this AdamW holds none of the model's 3 parameters (0.weight, ...)")):
         dlp.attach(model, AdamW(other.parameters()))
     optimizer = SGD(model.parameters(), 0.1)
     dlp.attach(model, optimizer)
@@ -83,9 +81,7 @@ def test_an_attachment_that_would_not_hold_is_refused():
         dlp.attach(model, optimizer)
     with pytest.raises(ValueError, match=re.escape("dlp.attach: 0 is a layer of a larger model that was converted or")):
         dlp.attach(model[0], SGD(model[0].parameters()))
-    with pytest.raises(
-        ValueError, match=re.escape("dlp.attach: linear is outside of the module that dlp.convert or dlp.attach")
-    ):
+    with refuses(re.escape("dlp.attach: linear is outside of the module that dlp.convert or dlp.attach")):
         dlp.attach(nn.Sequential(model, dlp.Linear(64, 64)), SGD(model.parameters()))
     dlp.attach(other, SGD(other.parameters()))
     with pytest.raises(ValueError, match="0 and 1 are separate converted models"):
@@ -99,9 +95,7 @@ def of_before_convert(fsdp: bool) -> str:
     if fsdp:
         optimizer = SGD(model.parameters(), lr=0.1)
         dlp.fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError) as error:
-        dlp.attach(model, optimizer)
-    return str(error.value)
+    return must_raise(ValueError, dlp.attach, model, optimizer)
 
 
 @pytest.mark.ranks(2)
@@ -147,12 +141,11 @@ def sharded_from_outside() -> str:
     outer = Around(model)
     dlp.fully_shard(outer, mesh=mesh)
     optimizer = SGD(outer.parameters(), lr=0.1)
-    with pytest.raises(ValueError) as error:
-        dlp.attach(model, optimizer)
+    said = must_raise(ValueError, dlp.attach, model, optimizer)
     dlp.attach(outer, optimizer)
     outer(torch.randn(4, 8, device=worker.device())).sum().backward()
     optimizer.step()
-    return str(error.value)
+    return said
 
 
 @pytest.mark.ranks(2)
@@ -233,9 +226,7 @@ def step_between(fsdp: bool) -> str:
         waiting = model(x).sum()
         model(x).sum().backward()
         optimizer.step()
-    with pytest.raises(RuntimeError) as error:
-        waiting.backward()
-    return str(error.value)
+    return must_raise(RuntimeError, waiting.backward)
 
 
 @pytest.mark.ranks(2)

@@ -37,7 +37,7 @@ from launch.report.run_dir import RunDir
 from tests import training
 from tests.cases import nightly
 from tests.pool import RankError
-from tests.refusals import may_raise
+from tests.refusals import may_raise, must_raise
 
 pytestmark = pytest.mark.slow
 
@@ -185,9 +185,7 @@ def test_another_model_or_other_data_is_refused(ranks, tmp_path, data, finished)
 
 
 def refusal(config: Config) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        training.trainer(config)
-    return str(caught.value)
+    return must_raise(CheckpointError, training.trainer, config)
 
 
 @pytest.mark.ranks(2)
@@ -437,9 +435,8 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(ranks, tmp_path, data):
 def saved_apart(config: Config) -> str:
     """Return the error of a save on ranks that have separate disks, which separate folders simulate."""
     trainer, _ = training.trainer(config)
-    with pytest.raises(save_load.SaveError) as caught:
-        save_load.save(Path(config.run.dir, f"rank{dist.get_rank()}"), 1, trainer.state, keep=1)
-    return str(caught.value)
+    folder = Path(config.run.dir, f"rank{dist.get_rank()}")
+    return must_raise(save_load.SaveError, save_load.save, folder, 1, trainer.state, keep=1)
 
 
 @pytest.mark.ranks(2)
@@ -603,9 +600,7 @@ def test_another_runs_checkpoint_begins_a_lineage_and_leaves_the_other(ranks, tm
 def apart(config: Config) -> str:
     """Return the error with which a run refuses to start on ranks that have separate disks."""
     own = replace(config, run=replace(config.run, dir=f"{config.run.dir}{dist.get_rank()}"))
-    with pytest.raises(ValueError) as caught:
-        training.trainer(own)
-    return str(caught.value)
+    return must_raise(ValueError, training.trainer, own)
 
 
 @pytest.mark.ranks(2)
@@ -720,6 +715,4 @@ def begun(config: Config) -> None:
 
 
 def refused_folder(config: Config) -> str:
-    with pytest.raises(ValueError) as caught:
-        training.trainer(config)
-    return str(caught.value)
+    return must_raise(ValueError, training.trainer, config)

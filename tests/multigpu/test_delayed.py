@@ -23,6 +23,7 @@ from tests import pool as worker
 from tests.metrics import assert_bit_equal
 from tests.net import batch, gradients, net, train, weights
 from tests.observe import Collectives
+from tests.refusals import must_raise
 
 SHORT = {"name": "fp8_delayed", "amax_history_len": 4}
 
@@ -184,20 +185,16 @@ def test_a_callable_algorithm_and_most_recent():
 
 def with_reduce_amax_off() -> str:
     mesh = worker.mesh(tp=2)["tp"]
-    with pytest.raises(ValueError) as error:
-        ColumnParallelLinear(
-            32, 32, tp=mesh, sequence_parallel=True, recipe=dlp.recipe("fp8_delayed", reduce_amax=False)
-        )
-    ColumnParallelLinear(32, 32, tp=mesh, recipe=dlp.recipe("fp8_delayed", reduce_amax=False))
-    return str(error.value)
+    options = {"tp": mesh, "recipe": dlp.recipe("fp8_delayed", reduce_amax=False)}
+    said = must_raise(ValueError, ColumnParallelLinear, 32, 32, sequence_parallel=True, **options)
+    ColumnParallelLinear(32, 32, **options)
+    return said
 
 
 def with_a_group_of_one() -> str:
     mesh = worker.mesh(tp=2)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    with pytest.raises(ValueError) as error:
-        net("fp8_current", mesh, amax_group=alone)
-    return str(error.value)
+    return must_raise(ValueError, net, "fp8_current", mesh, amax_group=alone)
 
 
 @pytest.mark.ranks(2)

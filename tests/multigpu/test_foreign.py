@@ -17,7 +17,7 @@ import dlp
 from dlp.parallel.model.convert import save_whole
 from tests import pool as worker
 from tests.metrics import assert_close
-from tests.refusals import may_raise
+from tests.refusals import may_raise, refuses
 from tests.test_survey import LoRA, ReadsList
 
 SIZE, HEADS, TOKENS, VOCABULARY, PAD = 16, 2, 8, 12, 3
@@ -343,9 +343,7 @@ def test_an_untied_head_is_not_saved_under_a_tied_configuration(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     assert model.save_pretrained("folder")[0], "tied weights are equal"
     model.head.weight = nn.Parameter(model.table.weight + 1)
-    with pytest.raises(
-        ValueError, match=r"save_pretrained: table.weight and head.weight differ, .* would overwrite the"
-    ):
+    with refuses(r"save_pretrained: table.weight and head.weight differ, .* would overwrite the"):
         model.save_pretrained("folder")
     model.config.tie_word_embeddings = False
     assert torch.equal(model.save_pretrained("folder")[1]["head.weight"], model.head.weight)

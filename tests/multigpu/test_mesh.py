@@ -18,7 +18,7 @@ import dlp
 from dlp.comm.mesh import AXES, ParallelDims, build_mesh
 from launch.config import sections
 from tests import pool as worker
-from tests.refusals import may_raise
+from tests.refusals import may_raise, must_raise, refuses
 from tests.syntax import nodes_in
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,9 +65,7 @@ def test_one_open_axis_takes_the_rest_of_the_world(world, asked, sizes):
     ],
 )
 def test_impossible_sizes_are_refused_with_the_numbers(world, asked, message):
-    with pytest.raises(ValueError) as error:
-        ParallelDims.build(world, **asked)
-    assert str(error.value) == message
+    assert must_raise(ValueError, ParallelDims.build, world, **asked) == message
 
 
 def test_a_mesh_describes_itself():
@@ -93,9 +91,7 @@ def test_names_of_axes_are_spelled_in_one_file():
 @pytest.mark.parametrize(("names", "said"), [(("tp",), "got tp: "), (None, "got no named axes: ")], ids=str)
 def test_a_mesh_with_other_axes_is_refused(names, said):
     mesh = SimpleNamespace(mesh_dim_names=names, shape=(2,))
-    with pytest.raises(
-        ValueError, match=f"must have the axes dp_replicate, dp_shard, tp; {said}create the mesh with dlp.build_mesh"
-    ):
+    with refuses(f"must have the axes dp_replicate, dp_shard, tp; {said}create the mesh with dlp.build_mesh"):
         ParallelDims.from_mesh(mesh)
 
 
@@ -181,9 +177,7 @@ def layers_of_a_mesh() -> tuple[list[tuple[int, ...]], list[str]]:
         lambda: dlp.gather_tokens(x, mesh["dp_replicate", "dp_shard"]),
         lambda: dlp.VocabParallelEmbedding(nn.Parameter(x), mesh["dp_replicate", "dp_shard"], False),
     ):
-        with pytest.raises(ValueError) as refused:
-            use()
-        said.append(str(refused.value))
+        said.append(must_raise(ValueError, use))
     return shards, said
 
 

@@ -25,6 +25,7 @@ from dlp.quant.parameter import QuantizedParameter
 from tests import pool as worker
 from tests.cases import nightly
 from tests.metrics import assert_bit_equal, relative_error
+from tests.refusals import must_raise
 from tests.test_parameter import linear
 
 FORMATS = ["fp8_current", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4"]
@@ -221,9 +222,7 @@ def cut_unevenly(rows: int) -> list[str]:
     assert isinstance(layer[0].weight.to_local(), QuantizedParameter)
     said = []
     for refused in (lambda: layer(torch.randn(4, 32)), lambda: dlp.quantized_state_dict(layer)):
-        with pytest.raises(ValueError) as error:
-            refused()
-        said.append(str(error.value))
+        said.append(must_raise(ValueError, refused))
     return said
 
 

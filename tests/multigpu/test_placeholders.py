@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 import dlp
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, relative_error
+from tests.refusals import must_raise, refuses
 from tests.shardnet import BF16
 
 HELD = r"needs values of a weight that is quantized-only .* codes\): .* train with the optimizer of dlp.with_master_weights"
@@ -112,10 +113,7 @@ def test_torch_calls_on_held_weights_are_refused():
     for call in (by_functional_call, another_parameter, swapped_away, other_memory):
         with pytest.raises(ValueError, match=PUT):
             call(held())
-    with pytest.raises(
-        ValueError,
-        match="this SGD holds 0.weight, which is a quantized-only weight, .*: create the optimizer with dlp.w",
-    ):
+    with refuses("this SGD holds 0.weight, which is a quantized-only weight, .*: create the optimizer with dlp.w"):
         dlp.attach(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
@@ -185,9 +183,7 @@ def test_copies_of_placeholders_have_no_memory():
             other[0].weight.data.sum()
     for other in (copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))):
         alone = other(model[0].weight)
-        with pytest.raises(
-            ValueError, match="a copied parameter: lerp_ needs values of a weight that was copied without"
-        ):
+        with refuses("a copied parameter: lerp_ needs values of a weight that was copied without"):
             alone.requires_grad_(False).lerp_(torch.zeros(128, 64, dtype=torch.bfloat16), 0.5)
 
 
@@ -282,9 +278,7 @@ def held_on_tp() -> list[str]:
         lambda p: copy.deepcopy(p).to_local(),
         lambda p: averaged(model),
     ):
-        with pytest.raises(ValueError) as error:
-            call(model[0].weight)
-        said.append(str(error.value))
+        said.append(must_raise(ValueError, call, model[0].weight))
     return said
 
 
@@ -309,9 +303,7 @@ def swapped() -> tuple[bool, bool]:
         p.data = values
     dlp.end_step(model)
     for p in model.parameters():
-        with pytest.raises(
-            ValueError, match=r"p.data = t: the parameter is a DTensor .* and is a plain Tensor: assign a"
-        ):
+        with refuses(r"p.data = t: the parameter is a DTensor .* and is a plain Tensor: assign a"):
             p.data = torch.zeros(p.shape)
     model.bfloat16()  # torch swaps parameters in this call
     model[0].weight.data = 0.5 * model[0].weight.data
@@ -319,9 +311,7 @@ def swapped() -> tuple[bool, bool]:
     half = relative_error(model[0].weight.to_local().float(), other[0].weight.to_local().float()) < 0.01
     fsdp, _ = converted(True)
     fsdp.reshard()
-    with pytest.raises(
-        ValueError, match=r"p.data = t: FSDP gathers from the memory of the existing shard .*: p.copy_\(t\)"
-    ):
+    with refuses(r"p.data = t: FSDP gathers from the memory of the existing shard .*: p.copy_\(t\)"):
         fsdp[0].weight.data = fsdp[0].weight.data * 2
     return torch.equal(found, expected) and not torch.equal(found, before), half
 

@@ -20,6 +20,7 @@ from launch.training import initial_scales
 from launch.training.trainer import NotFinite, Step, Trainer
 from tests import training
 from tests.cases import RECIPES, few
+from tests.refusals import must_raise
 
 pytestmark = pytest.mark.slow
 
@@ -116,9 +117,7 @@ class BadPass(Trainer):
 
 def ended(config: Config) -> str:
     trainer, done = training.trainer(config, BadPass)
-    with pytest.raises(NotFinite) as caught:
-        trainer.train(done)
-    return str(caught.value)
+    return must_raise(NotFinite, trainer.train, done)
 
 
 @pytest.mark.ranks(2)

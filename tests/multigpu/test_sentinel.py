@@ -30,6 +30,7 @@ from launch.training.trainer import Trainer
 from tests import pool as worker
 from tests import training
 from tests.cases import few, nightly
+from tests.refusals import must_raise, refuses
 from tests.shared_slot import SharedSlot
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -73,9 +74,7 @@ class Flip(torch.autograd.Function):
 def stopped(folder: Path, data: Path, where: str, *overrides: str) -> str:
     """Return the error of a run with a flipped bit (`flipping`). Runs in a worker."""
     trainer, done = flipping(training.config(folder, data, *overrides), where)
-    with pytest.raises(SentinelError) as error:
-        Trainer.train(trainer, done)
-    return str(error.value)
+    return must_raise(SentinelError, Trainer.train, trainer, done)
 
 
 def skipped(folder: Path, data: Path, *overrides: str) -> tuple[dict[int, Any], dict[int, Any], list[str]]:
@@ -370,7 +369,7 @@ def test_random_flips_are_named_by_rank_and_layer(ranks, tmp_path):
 
 def test_gpus_must_repeat_their_bits():
     config = load("tiny", ["--train.sentinel", "64"])
-    with pytest.raises(ConfigError, match="expected deterministic = true on GPUs, got false: a microbatch that runs"):
+    with refuses("expected deterministic = true on GPUs, got false: a microbatch that runs", ConfigError):
         build(config, None, torch.device("cuda"))  # type: ignore[arg-type]
 
 

@@ -27,6 +27,7 @@ from launch.training.trainer import NotFinite, Step, Trainer
 from tests import test_auto, training
 from tests.cases import nightly
 from tests.pool import RankError
+from tests.refusals import must_raise
 
 
 def checkpoints(config: Config) -> list[str]:
@@ -323,9 +324,7 @@ def poisoned_on_a_full_disk(config: Config) -> str:
         raise SaveError("step-3 could not be written: no space")
 
     trainer.saver.settle = fails
-    with pytest.raises(NotFinite) as caught:
-        trainer.train(done)
-    return str(caught.value)
+    return must_raise(NotFinite, trainer.train, done)
 
 
 @pytest.mark.ranks(2)
@@ -366,9 +365,7 @@ def begun(config: Config) -> tuple[str, int]:
             return super().train_step(step)
 
     trainer, done = training.trainer(config, Counting)
-    with pytest.raises(NotFinite) as caught:
-        trainer.train(done)
-    return str(caught.value), len(counted)
+    return must_raise(NotFinite, trainer.train, done), len(counted)
 
 
 class Spikes(Trainer):
@@ -425,9 +422,7 @@ class BadGradient(Trainer):
 
 def bad_gradient(config: Config) -> str:
     trainer, done = training.trainer(config, BadGradient)
-    with pytest.raises(NotFinite) as caught:
-        trainer.train(done)
-    return str(caught.value)
+    return must_raise(NotFinite, trainer.train, done)
 
 
 @pytest.mark.ranks(2)
@@ -473,9 +468,7 @@ class InDy(Swallowed):
 
 def stopped_by(config: Config, cls: type[Trainer]) -> str:
     trainer, done = training.trainer(config, cls)
-    with pytest.raises(NotFinite) as caught:
-        trainer.train(done)
-    return str(caught.value)
+    return must_raise(NotFinite, trainer.train, done)
 
 
 @pytest.mark.ranks(2)

@@ -33,6 +33,7 @@ from launch.training.learning_rate import learning_rate
 from tests import hf_models, training
 from tests.cases import nightly
 from tests.multigpu.test_groups_for import ARCHITECTURES, ON_TP
+from tests.refusals import must_raise, refuses
 
 transformers = pytest.importorskip("transformers")
 
@@ -352,15 +353,11 @@ def test_a_step_that_cannot_be_captured_is_named(ranks, tmp_path: Path, shards: 
 def refused_capture(config: Config) -> str:
     made, _ = training.trainer(config)
     made.replays.capture = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
-    with pytest.raises(RuntimeError) as caught:
-        made.replay([])
-    return str(caught.value)
+    return must_raise(RuntimeError, made.replay, [])
 
 
 def asked_for(folder: Path, *arguments: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        command_line(make_parser("launch.train", ""), [*arguments])
-    return str(caught.value)
+    return must_raise(ConfigError, command_line, make_parser("launch.train", ""), [*arguments])
 
 
 @pytest.mark.parametrize(("change", "says"), [
@@ -394,9 +391,7 @@ def test_what_does_not_fit_a_folder_is_refused_by_name(tmp_path: Path, monkeypat
     with pytest.raises(ValueError, match="tp 4 does not divide num_key_value_heads 2"):
         plan_for(cut, 4, "cpu")
     head = [*given, "--mesh.tp", "2", "--groups.default.match", '["lm_head"]', "--groups.default.style", "column"]
-    with pytest.raises(
-        ValueError, match="lm_head: style = 'column', but outside of the blocks modules of transformers"
-    ):
+    with refuses("lm_head: style = 'column', but outside of the blocks modules of transformers"):
         plan_for(command_line(make_parser("launch.train", ""), head)[1], 2, "cpu")
     with pytest.raises(ConfigError, match="is a model of transformers, and this program expects the sizes of a family"):
         _ = command_line(make_parser("launch.prove", ""), given)[1].family
