@@ -9,6 +9,7 @@ of the full tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -49,6 +50,20 @@ def assert_bit_equal(actual: Tensor, expected: Tensor, name: str = "tensor") -> 
     Supports every dtype, including fp8 and fp4."""
     message = bit_difference(actual, expected)
     assert message is None, f"{name}: {message}"
+
+
+def assert_all_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], at_most: float) -> None:
+    """Fail unless the names are equal, and `assert_close` holds for each name."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_close(actual[name], tensor, at_most, name)
+
+
+def assert_all_bit_equal(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Fail unless the names are equal, and `assert_bit_equal` holds for each name."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_bit_equal(actual[name], tensor, name)
 
 
 def bit_difference(actual: Tensor, expected: Tensor) -> str | None:

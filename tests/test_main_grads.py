@@ -25,7 +25,7 @@ from dlp.parallel.model.session import session_of
 from dlp.runtime.capture import CapturedLaunches
 from tests.cases import RECIPES
 from tests.emulated import emulated  # noqa: F401
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_all_bit_equal, assert_bit_equal
 from tests.paired_models import programs, values
 
 K, N, M = 128, 256, 128
@@ -62,9 +62,7 @@ def step(model: nn.Module, seed: int, call: Callable[..., Any] = lambda model, x
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert_bit_equal(found[name], tensor, name)
+    assert_all_bit_equal(found, expected)
 
 
 class Adds:

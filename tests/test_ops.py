@@ -25,7 +25,7 @@ from dlp.kernels import ops as kernels
 from dlp.ops import fuser
 from dlp.quant.recipe import both, load
 from tests.cases import RECIPES, nightly
-from tests.metrics import assert_bit_equal, assert_close
+from tests.metrics import assert_all_bit_equal, assert_bit_equal, assert_close
 from tests.ops_models import FFN, NAMES, H, M, Twice, Watched, linear, mlp, run, same, values
 from tests.ops_programs import PROGRAMS, LearnableScale, ScaleAdd, fuse_scale_add
 from tests.restored_tables import restored_fusions
@@ -176,8 +176,7 @@ def test_a_fusion_of_one_direction_leaves_the_other(pass_name: str):
     expected = run(model)
     register = {"backward": ops.register_backward_fusion, "both": ops.register_forward_backward_fusion}[pass_name]
     register(lambda basic, *, recipe: [Window(basic)])
-    for name, tensor in run(model).items():
-        assert_bit_equal(tensor, expected[name], name)
+    assert_all_bit_equal(run(model), expected)
     assert "forward  ConstantScale | GELU\n" in str(model.plan())
     assert "backward Window[ConstantScale, GELU]" in str(model.plan())
 
@@ -364,8 +363,7 @@ def test_a_recipe_that_changes_makes_another_plan_and_finds_the_old_one_again():
         optimizer.step()
         last = run(model)
         assert len(found) in (plans, plans + 1)
-    for name, tensor in first.items():
-        assert_bit_equal(last[name], tensor, name)
+    assert_all_bit_equal(last, first)
 
 
 def test_nested_regions_run_under_the_innermost_and_find_their_plans_again():
@@ -442,8 +440,7 @@ def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe: str):
         for model in models:
             dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
         found, expected = (run(model, dtype=torch.bfloat16) for model in models)
-        for name, tensor in expected.items():
-            assert_bit_equal(found[name], tensor, name)
+        assert_all_bit_equal(found, expected)
     for model, kept in zip(models, (True, recipe == "bf16"), strict=True):
         x, memory = values(0, M, H).bfloat16().requires_grad_(), set[int]()
         with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=memory: seen.add(t.data_ptr()) or t, lambda t: t):

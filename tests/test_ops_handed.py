@@ -13,7 +13,7 @@ from torch import Tensor
 import dlp
 from dlp import ops
 from dlp.parallel.linear import quantize as quantization
-from tests.metrics import assert_bit_equal, assert_close
+from tests.metrics import assert_all_bit_equal, assert_bit_equal, assert_close
 from tests.ops_models import linear, values
 
 
@@ -46,8 +46,7 @@ def test_a_quantized_tensor_goes_to_the_next_sequence_and_is_cast_once(
     x.grad = fc1[0].weight.grad = None
     other = whole(x)
     other.backward(dy)
-    for name, tensor in {"y": other.detach(), "dx": x.grad, "dw": fc1[0].weight.grad}.items():
-        assert_bit_equal(found[name], tensor, name)  # type: ignore[arg-type]
+    assert_all_bit_equal(found, {"y": other.detach(), "dx": x.grad, "dw": fc1[0].weight.grad})
     assert "x" not in cast
 
 

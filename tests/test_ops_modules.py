@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dlp import ops
-from tests.metrics import assert_bit_equal, assert_close
+from tests.metrics import assert_all_bit_equal, assert_bit_equal, assert_close
 from tests.ops_models import FFN, H, M, same, values
 
 
@@ -100,11 +100,9 @@ def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, ne
     assert {name for name in state if not name.startswith("b.")} == {prefix + name for name in names.split()}
     found = ops.from_te(models[0], state | {f"{prefix}_extra_state": torch.zeros(1)})
     models[0].load_state_dict(found)
-    for name, tensor in ops.to_te(models[0]).items():
-        assert_bit_equal(tensor, state[name], name)
+    assert_all_bit_equal(ops.to_te(models[0]), state)
     models[1].load_state_dict(ops.from_te(models[1], ops.to_te(models[0])))
-    for name, tensor in models[0].state_dict().items():
-        assert_bit_equal(models[1].state_dict()[name], tensor, name)
+    assert_all_bit_equal(models[1].state_dict(), models[0].state_dict())
     weight = prefix + next(
         name for name in names.split() if not name.endswith("layer_norm_weight") and "bias" not in name
     )
@@ -126,9 +124,7 @@ def test_states_of_sequences_of_ops_load_and_go_back(siblings: bool):
     state = {f"mlp.{name}": values(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
     extra = {f"mlp.{op}._extra_state": torch.zeros(1) for op in ("0", "1.basic_ops.0", "1.basic_ops.1", "2", "3", "4")}
     model.load_state_dict(ops.from_te(model, state | extra))
-    assert ops.to_te(model).keys() == state.keys()
-    for name, tensor in ops.to_te(model).items():
-        assert_bit_equal(tensor, state[name], name)
+    assert_all_bit_equal(ops.to_te(model), state)
     x = values(9, M, H)
     p = {name.removeprefix("mlp."): tensor for name, tensor in state.items()}
     h = F.linear(F.layer_norm(x, (H,), p["0.weight"], p["0.bias"]), p["1.basic_ops.0.weight"], p["1.basic_ops.1.bias"])
@@ -149,8 +145,7 @@ def test_q_k_and_v_of_transformer_engine_may_be_one_tensor(interleaved: bool):
         assert_bit_equal(ops.to_te(layer)[qkv.replace("weight", f"{which}_weight")], part, which)
     other = ops.TransformerLayer(H, FFN, 4, 2, bias=False)
     other.load_state_dict(ops.from_te(other, state, qkv_weight_interleaved=interleaved))
-    for name, tensor in layer.state_dict().items():
-        assert_bit_equal(other.state_dict()[name], tensor, name)
+    assert_all_bit_equal(other.state_dict(), layer.state_dict())
 
 
 def test_options_that_modules_do_not_have_are_refused():

@@ -20,7 +20,7 @@ from dlp.ops.fusions import REGISTERED
 from dlp.parallel.linear import quantize as quantization
 from tests import pool as worker
 from tests.cases import KINDS, RECIPES, few, nightly
-from tests.metrics import assert_bit_equal, assert_close, factor, relative_error
+from tests.metrics import assert_all_bit_equal, assert_all_close, assert_bit_equal, assert_close, factor, relative_error
 from tests.ops_programs import PROGRAMS, WIDTH, codes_only
 from tests.refusals import may_raise, must_raise
 from tests.restored_tables import restored_fusions
@@ -99,8 +99,7 @@ def test_a_block_is_that_of_one_rank_and_its_fusions_that_of_its_ops(recipe: str
     alone = step(block(None, recipe))
     bound = {"bf16": 1e-5, "nvfp4": 0.3}.get(recipe, 0.08)
     for rank in range(2):
-        for name, tensor in basic[rank].items():
-            assert_close(fused[rank][name], tensor, 1e-6 if recipe in ("bf16", "fp8_current") else bound, name)
+        assert_all_close(fused[rank], basic[rank], 1e-6 if recipe in ("bf16", "fp8_current") else bound)
     for name, expected in alone.items():
         parts = [found[name] for found in fused]
         if sp and name in ("y", "dx"):
@@ -273,8 +272,7 @@ def test_codes_that_came_are_gathered_as_they_are(recipe: str, by_reader: bool, 
     for (handed, plain), said, sent, casts in ranks(2).run(handed_over, recipe, by_reader):
         own = [[tensor for tensor in each if tensor in ("x", "dy")] for each in casts]
         assert own == [["x", "dy"], ["x", "x", "dy", "dy"]], "what came quantized is not cast again before a gather"
-        for name, grad in plain.items():
-            assert_bit_equal(handed[name], grad, name)
+        assert_all_bit_equal(handed, plain)
         assert (
             len(set(sent)) == 2
             and sent[: len(sent) // 2] == sent[len(sent) // 2 :]
@@ -360,8 +358,7 @@ def test_an_op_of_a_user_casts_as_the_parallel_linear_behind_it(recipe: str, sp:
     for (mine, returned), (expected, _) in zip(
         ranks(2).run(of_a_user, recipe, sp, True), ranks(2).run(of_a_user, recipe, sp, False), strict=True
     ):
-        for name, tensor in expected.items():
-            assert_bit_equal(mine[name], tensor, name)
+        assert_all_bit_equal(mine, expected)
         assert returned[0] == returned[2] == "Handed", returned
 
 
@@ -740,8 +737,7 @@ def _whole(parameter: Any) -> Tensor:
 @pytest.mark.ranks(2)
 def test_parameters_that_begin_anew_are_those_of_one_rank(ranks: Any):
     first, second = ranks(2).run(begun_anew)
-    for name, tensor in first.items():
-        assert_bit_equal(tensor, second[name], name)
+    assert_all_bit_equal(first, second)
 
 
 def hooked() -> list[str]:

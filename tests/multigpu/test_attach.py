@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 import dlp
 from dlp.parallel.model.session import session_of
 from tests import pool as worker
-from tests.metrics import assert_close
+from tests.metrics import assert_all_close
 from tests.multigpu.test_grads import Attention, batch, gradients, loss_of, make, run
 from tests.refusals import may_raise, must_raise, refuses
 
@@ -57,8 +57,7 @@ def one_backward(model: nn.Module) -> None:
 def test_a_wrapper_attaches_the_converted_model_inside(ranks):
     expected = ranks(1).run(run, one_backward, 1, False)[0]
     for found in ranks(2).run(wrapped):
-        for name, gradient in expected.items():
-            assert_close(found[name], gradient, 1e-5, name)
+        assert_all_close(found, expected, 1e-5)
 
 
 def mlp(recipe: str = "fp8_current", size: int = 64, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:

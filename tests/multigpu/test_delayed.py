@@ -20,7 +20,7 @@ from dlp.parallel.linear.modules import ColumnParallelLinear, Linear
 from dlp.parallel.model.session import session_of
 from dlp.quant.fp8 import DelayedScaling
 from tests import pool as worker
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_all_bit_equal, assert_bit_equal
 from tests.net import batch, gradients, net, train, weights
 from tests.observe import Collectives
 from tests.refusals import must_raise
@@ -225,8 +225,7 @@ def test_slots_are_equal_on_all_ranks_after_one_all_reduce_and_close_to_those_of
         of_ranks = ranks(2 if sizes == {"tp": 2} else 4).run(slots_after, 3, sizes, fsdp)
         for state, reductions in of_ranks:
             assert reductions == 1
-            for key, tensor in of_ranks[0][0].items():
-                assert_bit_equal(state[key], tensor, key)
+            assert_all_bit_equal(state, of_ranks[0][0])
         for key, tensor in of_ranks[0][0].items():
             # With dp_shard the scales of dy differ, because `train` multiplies the loss by dp_shard to undo FSDP's average
             if key.startswith("slots.") and (".dy." not in key or "dp_shard" not in sizes):
@@ -311,8 +310,7 @@ def test_slots_load_on_another_mesh(ranks):
     for world, sizes in ((1, {"tp": 1}), (2, {"tp": 2})):
         for loaded, told in ranks(world).run(load_with, sizes, "auto", saved):
             assert told == []
-            for key, tensor in saved.items():
-                assert_bit_equal(loaded[key], tensor, key)
+            assert_all_bit_equal(loaded, saved)
 
 
 @pytest.mark.ranks(4)

@@ -13,7 +13,7 @@ from dlp.parallel.model.grads import local_grad
 from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.cases import BY_SCALES, few
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_all_bit_equal, assert_bit_equal
 from tests.net import Net, batch, gradients, net
 from tests.refusals import may_raise
 
@@ -67,8 +67,7 @@ def test_under_fsdp_nothing_waits_and_the_plan_says_so(ranks):
     for found, expected in zip(*(ranks(2).run(sharded, delay) for delay in (True, False)), strict=True):
         assert found["waited"] == [0, 0]
         assert "wgrad is not delayed under FSDP, which reduces gradients within backward" in found["said"]
-        for name, gradient in expected["grads"].items():
-            assert_bit_equal(found["grads"][name], gradient, name)
+        assert_all_bit_equal(found["grads"], expected["grads"])
 
 
 def sharded(delay: bool) -> dict[str, Any]:
@@ -94,8 +93,7 @@ def compiled_gradients(delay: bool) -> tuple[int, dict[str, Tensor | None]]:
 def test_compiled_blocks_leave_theirs_too(ranks):
     ((now, expected),), ((waited, found),) = (ranks(1).run(compiled_gradients, delay) for delay in (False, True))
     assert (now, waited) == (0, LINEARS)
-    for name, gradient in expected.items():
-        assert_bit_equal(found[name], gradient, name)
+    assert_all_bit_equal(found, expected)
 
 
 def forgotten() -> str:

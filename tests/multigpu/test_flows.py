@@ -17,7 +17,7 @@ from dlp.parallel.linear.modules import ParallelLinear
 from dlp.quant.integers import IntScaling
 from tests import pool as worker
 from tests.cases import nightly
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_all_bit_equal, assert_bit_equal
 from tests.test_flows import FLOWS, LARGEST, batch, error, net
 
 WIDTH = 256  # complete blocks of every format on each of two ranks
@@ -231,8 +231,7 @@ def padded_codes() -> None:
     dlp.freeze(model, "**", "qat")
     y, state = alone(x), dlp.quantized_state_dict(model)
     torch.testing.assert_close(model(x), y.chunk(2, 1)[mesh["tp"].get_local_rank()], rtol=1e-6, atol=1e-6)
-    for name, tensor in dlp.quantized_state_dict(alone).items():
-        assert_bit_equal(state[name], tensor, name)
+    assert_all_bit_equal(state, dlp.quantized_state_dict(alone))
     dlp.load_quantized_state_dict(model, state)
     fully_shard(alone, mesh=worker.mesh()["dp_shard"])
     torch.testing.assert_close(alone(x), y, rtol=1e-2, atol=1e-2)

@@ -34,7 +34,7 @@ from dlp.quant.integers import IntScaling
 from dlp.quant.recipe import Recipe, both
 from tests import pool as worker
 from tests.cases import BY_SCALES, RECIPES, few, nightly
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_all_bit_equal, assert_bit_equal
 from tests.net import Net
 from tests.shardnet import BATCH, SEQUENCE, backward, shardnet, tensors, train, whole
 
@@ -79,8 +79,7 @@ def test_losses_and_gradients_do_not_depend_on_what_travels(ranks, recipe, world
     plain = ranks(world).run(trained, recipe, sizes, {"quantized_gather": False})
     for (losses, found, gathered), (losses_off, expected, gathered_off) in zip(quantized, plain, strict=True):
         assert losses == losses_off
-        for name, value in expected.items():
-            assert_bit_equal(found[name], value, name)
+        assert_all_bit_equal(found, expected)
         share = {"bf16": 1.0, "nvfp4": 0.285, "int4 in groups": 0.34}.get(str(recipe), 0.52)
         if sizes == MESHES[0][0]:  # with sequence parallelism, activations are gathered too
             assert gathered <= share * gathered_off, "of what would be gathered in bf16"
@@ -184,8 +183,7 @@ def both_ways(
     quantized, plain = (ranks(world).run(scenario, name, recipe, sizes, on, options) for on in (True, False))
     for found, expected in zip(quantized, plain, strict=True):
         assert found["losses"] == expected["losses"]
-        for key, value in expected["tensors"].items():
-            assert_bit_equal(found["tensors"][key], value, key)
+        assert_all_bit_equal(found["tensors"], expected["tensors"])
         assert all(torch.isfinite(value).all() for value in found["tensors"].values())
     return quantized
 
@@ -403,8 +401,7 @@ def test_compiled_blocks_read_gathered_weights(ranks):
     quantized, plain = (ranks(2).run(compiled_training, on) for on in (True, False))
     for (losses, found, graphs), (losses_off, expected, graphs_off) in zip(quantized, plain, strict=True):
         assert losses == losses_off and graphs == (graphs_off or 2), "as many as where values travel"
-        for name, value in expected.items():
-            assert_bit_equal(found[name], value, name)
+        assert_all_bit_equal(found, expected)
 
 
 VARIANTS: list[Any] = [
@@ -517,8 +514,7 @@ def tied(on: bool) -> tuple[dict[str, Tensor], dict[str, str | None]]:
 def test_a_tied_weight_travels_in_high_precision(ranks):
     for (found, why), (expected, _) in zip(ranks(2).run(tied, True), ranks(2).run(tied, False), strict=True):
         assert why == {"blocks.0": None, "head": "several modules share the weight"}
-        for name, value in expected.items():
-            assert_bit_equal(found[name], value, name)
+        assert_all_bit_equal(found, expected)
 
 
 def saved(recipe: str, path: str) -> dict[str, Tensor]:
@@ -553,8 +549,7 @@ def loaded(recipe: str, path: str) -> tuple[dict[str, Tensor], list[float]]:
 def test_checkpoints_are_plain_and_know_no_recipe(ranks, tmp_path, onto, using):
     written = ranks(2).run(saved, "nvfp4", str(tmp_path / "checkpoint"))[0]
     restored, losses = ranks(onto).run(loaded, using, str(tmp_path / "checkpoint"))[0]
-    for name, value in written.items():
-        assert_bit_equal(restored[name], value, name)
+    assert_all_bit_equal(restored, written)
     assert sum(losses) > 0
 
 

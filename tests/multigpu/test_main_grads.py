@@ -14,7 +14,7 @@ from dlp.parallel.model.grads import local_grad
 from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests import training
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_all_bit_equal
 from tests.net import batch, gradients, net
 from tests.test_main_grads import Adds
 
@@ -49,8 +49,7 @@ def test_gradients_have_autograds_bits(ranks, sizes, fsdp, added, left):
         ranks(2).run(three_microbatches, sizes, "grad", fsdp), expected, strict=True
     ):
         assert count == added and notes == [f"main_grads = 'grad': autograd accumulates the gradients of {left}"]
-        for name, gradient in plain.items():
-            assert_bit_equal(found[name], gradient, name)
+        assert_all_bit_equal(found, plain)
 
 
 @pytest.mark.slow

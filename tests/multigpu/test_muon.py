@@ -16,7 +16,7 @@ from launch.config.run_config import Config
 from launch.training.optimizer import make_optimizer
 from tests import pool as worker
 from tests import training
-from tests.metrics import assert_bit_equal, assert_close
+from tests.metrics import assert_all_bit_equal, assert_all_close, assert_bit_equal, assert_close
 
 MESSAGE = r"has no exp_avg(_sq)? of model.layers.0\S+; it is of another kind of optimizer"
 STEPS = ("--train.steps=4", "--train.eval_every=4", "--train.sequence=32", "--groups.default.recipe=bf16")
@@ -73,12 +73,10 @@ def test_a_resumed_run_repeats_the_bits_and_other_meshes_take_it(ranks, tmp_path
     parts = config(tmp_path, data)
     ranks(2).run(trained, parts, 2)
     again = ranks(2).run(trained, parts, 4)[0]
-    for name, tensor in expected.items():
-        assert_bit_equal(again[name], tensor, name)
+    assert_all_bit_equal(again, expected)
     alone = ranks(1).run(trained, config(tmp_path, data, "--mesh.tp=1", f"--run.dir={tmp_path}/alone"), 2)[0]
     cut = ranks(2).run(trained, config(tmp_path, data, "--mesh.tp=1", f"--run.dir={tmp_path}/cut"), 2)[0]
-    for name, tensor in alone.items():
-        assert_close(cut[name], tensor, 0.02, name)
+    assert_all_close(cut, alone, 0.02)
     with pytest.raises(worker.RankError, match=MESSAGE):
         ranks(2).run(trained, config(tmp_path, data, optimizer="adamw"), 4)
 

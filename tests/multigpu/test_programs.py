@@ -28,7 +28,7 @@ from tests import pool as worker
 from tests.cases import nightly
 from tests.emulated import emulation
 from tests.launch_order import in_order
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_all_bit_equal, assert_bit_equal
 from tests.paired_models import K, M, N, compiles, forward_backward, of_any_size, programs, values, without_programs
 from tests.shardnet import shardnet, tensors, train
 from tests.simulated_transport import SimulatedLane, SimulatedSlot
@@ -74,8 +74,7 @@ def trained(recipe: str, quantized: bool) -> list[Trained]:
 def test_weights_that_are_gathered(ranks, recipe: str, quantized: bool):
     for (losses, found, made), (expected_losses, expected, none) in ranks(2).run(trained, recipe, quantized):
         assert losses == expected_losses
-        for name, value in expected.items():
-            assert_bit_equal(found[name], value, name)
+        assert_all_bit_equal(found, expected)
         assert min(made.values()) > 0 and not any(none.values())
 
 

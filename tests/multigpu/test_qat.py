@@ -14,7 +14,7 @@ from dlp.quant.integers import IntScaling
 from tests import pool as worker
 from tests import training
 from tests.cases import EPSILON, STYLE_KEYS, LinearCase
-from tests.metrics import assert_bit_equal, relative_error
+from tests.metrics import assert_all_bit_equal, assert_bit_equal, relative_error
 from tests.multigpu.test_linear import compare, make_full, over_ranks, sharded, unsharded
 from tests.refusals import refuses
 from tests.shardnet import backward, shardnet, tensors, train
@@ -74,8 +74,7 @@ def test_fsdp_moves_what_is_clipped_with_the_values(ranks):
         assert not grad[clipped].any() and (grad[~clipped] != 0).float().mean() > 0.99, name
     same, others = run(1, quantized_gather=False)
     assert same == losses
-    for name, tensor in found.items():
-        assert_bit_equal(others[name], tensor, name)
+    assert_all_bit_equal(others, found)
     found = run(1, quantize_from_master=True)[1]
     for name in [name for name in found if name.endswith("down.weight")]:
         grad, clipped = found[f"{name}.grad"], IntScaling(4, 32).clipped(found[name], None)
@@ -179,5 +178,4 @@ def test_compiled_blocks_compute_the_same_bits(ranks):
         ranks(2).run(trained, {"dp_shard": 2}, 1, {"compiled": how})[0] for how in ("", "aot_eager")
     )
     assert same == losses
-    for name, tensor in found.items():
-        assert_bit_equal(others[name], tensor, name)
+    assert_all_bit_equal(others, found)

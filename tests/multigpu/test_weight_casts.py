@@ -20,7 +20,7 @@ from dlp.parallel.model.session import session_of
 from tests import pool as worker
 from tests.cases import BY_SCALES, few, nightly
 from tests.emulated import emulation
-from tests.metrics import assert_bit_equal, factor, relative_error
+from tests.metrics import assert_all_bit_equal, assert_bit_equal, factor, relative_error
 from tests.observe import Collectives
 from tests.shardnet import whole
 
@@ -120,8 +120,7 @@ def test_training_on_weights_cast_at_the_boundary_is_training_on_weights_cast_at
         for step, (loss, expected) in enumerate(zip(cached[0], at_use[0], strict=True)):
             assert_bit_equal(loss, expected, f"loss of step {step}")
         assert len({float(loss) for loss in cached[0]}) == 5, "the weights change"
-        for name, weight in cached[1].items():
-            assert_bit_equal(weight, at_use[1][name], name)
+        assert_all_bit_equal(cached[1], at_use[1])
 
 
 def kept(cache: str) -> tuple[int, list[str]]:
