@@ -31,6 +31,8 @@ from tests.syntax import tree_of
 
 ROOT = Path(__file__).parent.parent
 
+BELOW = {"dlp.runtime", "dlp.quant", "dlp.comm", "dlp.kernels"}
+PARALLEL = BELOW | {"dlp.parallel"}
 # Each package, and the packages that its modules may import.
 MAY_IMPORT = {
     "dlp.kernels": set(),
@@ -38,55 +40,20 @@ MAY_IMPORT = {
     "dlp.quant": {"dlp.kernels"},
     "dlp.comm": {"dlp.kernels"},
     "dlp.runtime": {"dlp.kernels"},
-    "dlp.parallel": {"dlp.runtime", "dlp.quant", "dlp.comm", "dlp.kernels", "dlp.te_arguments"},
-    "dlp.ops": {"dlp.parallel", "dlp.runtime", "dlp.quant", "dlp.comm", "dlp.kernels", "dlp.te_arguments"},
+    "dlp.parallel": BELOW | {"dlp.te_arguments"},
+    "dlp.ops": PARALLEL | {"dlp.te_arguments"},
     "dlp.optim": {"dlp.parallel", "dlp.comm"},
     "dlp.pretrained": {"dlp.parallel"},
     "dlp.tp_plan": {"dlp.parallel"},
     "dlp.te": {"dlp", "dlp.ops", "dlp.parallel", "dlp.quant", "dlp.te_arguments"},
-    "dlp.flows": {"dlp.parallel", "dlp.runtime", "dlp.quant", "dlp.comm", "dlp.kernels"},
-    "dlp.proof": {"dlp.parallel", "dlp.runtime", "dlp.quant", "dlp.comm", "dlp.kernels"},
-    "dlp.testing": {"dlp.parallel", "dlp.runtime", "dlp.quant", "dlp.comm", "dlp.kernels"},
-    "dlp": {
-        "dlp.ops",
-        "dlp.optim",
-        "dlp.pretrained",
-        "dlp.tp_plan",
-        "dlp.testing",
-        "dlp.flows",
-        "dlp.proof",
-        "dlp.parallel",
-        "dlp.runtime",
-        "dlp.quant",
-        "dlp.comm",
-        "dlp.kernels",
-    },  # dlp/__init__.py, the table of contents
-    "launch": {
-        "dlp",
-        "dlp.optim",
-        "dlp.pretrained",
-        "dlp.tp_plan",
-        "dlp.ops",
-        "dlp.flows",
-        "dlp.proof",
-        "dlp.parallel",
-        "dlp.runtime",
-        "dlp.quant",
-        "dlp.comm",
-        "dlp.kernels",
-    },
-    "bench": {
-        "launch",
-        "dlp",
-        "dlp.ops",
-        "dlp.flows",
-        "dlp.proof",
-        "dlp.parallel",
-        "dlp.runtime",
-        "dlp.quant",
-        "dlp.comm",
-        "dlp.kernels",
-    },
+    "dlp.flows": PARALLEL,
+    "dlp.proof": PARALLEL,
+    "dlp.testing": PARALLEL,
+    # dlp/__init__.py, the table of contents
+    "dlp": PARALLEL
+    | {"dlp.ops", "dlp.optim", "dlp.pretrained", "dlp.tp_plan", "dlp.testing", "dlp.flows", "dlp.proof"},
+    "launch": PARALLEL | {"dlp", "dlp.optim", "dlp.pretrained", "dlp.tp_plan", "dlp.ops", "dlp.flows", "dlp.proof"},
+    "bench": PARALLEL | {"launch", "dlp", "dlp.ops", "dlp.flows", "dlp.proof"},
 }
 PROGRAMS = ("launch", "bench")
 LOADED_BY_NAME = ("dlp.quant.recipes", "dlp.parallel.overlap")  # folders with one file per choice
