@@ -28,6 +28,15 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
     return process
 
 
+def ended(process: subprocess.Popen[str], number: int | None = None) -> tuple[str, str, int]:
+    """Send the signal `number`, if there is one, and wait for the end of the process; return its output, its errors and
+    its exit code."""
+    if number is not None:
+        process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    return out, err, process.returncode
+
+
 LOOP = """
 flag = stop.StopFlag(patience=1.0, waits=lambda: ["rank 0 waits for rank 1"])
 flag.watch()
@@ -40,18 +49,13 @@ print(flag.requested)
 
 
 def test_a_run_that_reaches_its_boundaries_goes_on_and_knows():
-    process = start(LOOP.format(beats=True, tenths=16))
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=20) == ("True\n", "") and process.returncode == 0
+    assert ended(start(LOOP.format(beats=True, tenths=16)), signal.SIGTERM) == ("True\n", "", 0)
 
 
 def test_a_run_that_hangs_after_sigterm_is_ended():
-    process = start(LOOP.format(beats=False, tenths=100))
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGTERM
     said = "no step boundary within 1 s of SIGTERM, for example because a peer has exited"
-    assert (out, err) == ("", f"{said}; rank 0 waits for rank 1; leaving\n")
+    expected = "", f"{said}; rank 0 waits for rank 1; leaving\n", 128 + signal.SIGTERM
+    assert ended(start(LOOP.format(beats=False, tenths=100)), signal.SIGTERM) == expected
 
 
 SAVING = """
@@ -66,25 +70,18 @@ for _ in range(100): time.sleep(0.1)
 
 
 def test_a_save_may_take_longer_and_what_follows_may_not():
-    process = start(SAVING)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=20)
-    assert (out, process.returncode) == ("True\n", 128 + signal.SIGTERM)
+    out, err, code = ended(start(SAVING), signal.SIGTERM)
+    assert (out, code) == ("True\n", 128 + signal.SIGTERM)
     assert err.startswith("no step boundary within 0.5 s of SIGTERM, ")
 
 
 def test_ctrl_c_ends_a_rank_without_a_word():
-    process = start(LOOP.format(beats=True, tenths=16))
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20) == ("", "") and process.returncode == -signal.SIGINT
+    assert ended(start(LOOP.format(beats=True, tenths=16)), signal.SIGINT) == ("", "", -signal.SIGINT)
 
 
 def test_other_signals_do_not_count():
-    process = start(
-        "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: None)" + LOOP.format(beats=False, tenths=16)
-    )
-    process.send_signal(signal.SIGUSR1)
-    assert process.communicate(timeout=20) == ("False\n", "") and process.returncode == 0
+    code = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: None)" + LOOP.format(beats=False, tenths=16)
+    assert ended(start(code), signal.SIGUSR1) == ("False\n", "", 0)
 
 
 REFUSE = """
@@ -97,15 +94,13 @@ stop.refuse("it does not fit")
 
 @pytest.mark.parametrize(("rank", "said"), [("0", "it does not fit\n"), ("1", "rank 1: it does not fit\n")])
 def test_a_refusal_is_a_sentence_and_exit_code_1(rank, said):
-    process = start(REFUSE, RANK=rank)
-    assert process.communicate(timeout=20) == ("", said) and process.returncode == 1
+    assert ended(start(REFUSE, RANK=rank)) == ("", said, 1)
 
 
 def test_other_ranks_leave_the_sentence_to_rank_0_when_torchrun_ends_them():
     process = start(REFUSE.replace("0.5", "30"), RANK="1")
     time.sleep(0.3)
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=20) == ("", "") and process.returncode == -signal.SIGTERM
+    assert ended(process, signal.SIGTERM) == ("", "", -signal.SIGTERM)
 
 
 def test_an_exception_is_shown_and_ends_the_process_at_once():
@@ -116,9 +111,8 @@ threading.Thread(target=time.sleep, args=(60,)).start()
 print("ready", flush=True)
 raise KeyError("seventeen")
 """
-    process = start(code)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 1 and out == "" and err.startswith("Traceback") and err.endswith("'seventeen'\n")
+    out, err, returned = ended(start(code))
+    assert returned == 1 and out == "" and err.startswith("Traceback") and err.endswith("'seventeen'\n")
 
 
 HUNG = """
@@ -132,14 +126,9 @@ stop.end_hung(["rank 0: step 3", "rank 1: step 2"], 5.0, flag)
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_run_that_hangs_ends_with_the_place_of_each_rank(rank):
-    process = start(HUNG, RANK=rank)
     said = "no rank has made progress within the allowed time ([run] hang_after = 5 s); the run hangs and ends here:"
-    assert (
-        process.communicate(timeout=20) == ("", f"{said}\nrank 0: step 3\nrank 1: step 2\n") and process.returncode == 1
-    )
+    assert ended(start(HUNG, RANK=rank)) == ("", f"{said}\nrank 0: step 3\nrank 1: step 2\n", 1)
 
 
 def test_a_hung_rank_leaves_the_words_to_rank_0_when_torchrun_ends_it():
-    process = start(HUNG.replace("0.5", "30"), RANK="1")
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=20) == ("", "") and process.returncode == 1
+    assert ended(start(HUNG.replace("0.5", "30"), RANK="1"), signal.SIGTERM) == ("", "", 1)

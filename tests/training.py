@@ -23,8 +23,9 @@ from launch.report import plots as plot
 from launch.report.metrics import read_metrics
 from launch.train import start
 from launch.training import deterministic
-from launch.training.trainer import Trainer
+from launch.training.trainer import NotFinite, Trainer
 from tests import pool as worker
+from tests.refusals import must_raise
 
 TOML = """
 [mesh]
@@ -102,6 +103,12 @@ def end_determinism() -> None:
     """Turn deterministic algorithms off after tests whose configs request them, because on a GPU the setting holds for
     the complete process. Runs in a worker."""
     torch.use_deterministic_algorithms(False)
+
+
+def stopped_by(config: Config, cls: type[Trainer]) -> str:
+    """Return the message of the NotFinite error that ends the training by `cls`. Runs in a worker."""
+    made, done = trainer(config, cls)
+    return must_raise(NotFinite, made.train, done)
 
 
 def run(config: Config, *, plots: bool = False) -> None:

@@ -16,10 +16,7 @@ from tests import pool as worker
 from tests.cases import nightly
 from tests.metrics import assert_all_close, assert_close
 from tests.multigpu.test_grads import (
-    BATCH,
-    GROUPS,
     HIDDEN,
-    SEQUENCE,
     Net,
     batch,
     gradients,
@@ -35,13 +32,7 @@ from tests.refusals import may_raise
 def gathered_between() -> dict[str, Tensor]:
     """Run three backwards with parameters that FSDP keeps gathered after forward; FSDP reduces the accumulated gradients
     only in the last backward. Return the gradients."""
-    torch.manual_seed(3)
-    model, mesh = Net(), worker.mesh(tp=2)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0.5, 0.5)
-    model.to(worker.device())
-    dlp.convert(model, GROUPS, mesh, batch=(BATCH, SEQUENCE))
-    model.tp = mesh["tp"]
+    model, mesh = make(2), worker.mesh(tp=2)
     for module in (model.block, model):
         dlp.fully_shard(module, mesh=mesh, reshard_after_forward=False)
     parameters = dict(model.named_parameters())

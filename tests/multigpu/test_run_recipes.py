@@ -17,10 +17,9 @@ from launch.report.cast_statistics_plot import parts_of
 from launch.settings.schema import ConfigError
 from launch.train import plan_text
 from launch.training import initial_scales
-from launch.training.trainer import NotFinite, Step, Trainer
+from launch.training.trainer import Step, Trainer
 from tests import training
 from tests.cases import RECIPES, few
-from tests.refusals import must_raise
 
 pytestmark = pytest.mark.slow
 
@@ -115,15 +114,10 @@ class BadPass(Trainer):
         assert beat.call_count == 3, "a boundary behind each pass, for SIGTERM's patience"
 
 
-def ended(config: Config) -> str:
-    trainer, done = training.trainer(config, BadPass)
-    return must_raise(NotFinite, trainer.train, done)
-
-
 @pytest.mark.ranks(2)
 def test_an_inf_in_a_pass_that_finds_scales_is_located_as_one_in_the_step(ranks, tmp_path, data):
     run = config(tmp_path, data, "--recipe=fp8_delayed", "--checkpoint.every=1")
-    for message in ranks(2).run(ended, run):
+    for message in ranks(2).run(training.stopped_by, run, BadPass):
         assert message.startswith("step 1: loss ")
         assert ": x of model.layers.0.mlp.down_proj held a NaN or Inf when it was cast on rank 1, " in message
     assert not list(Path(run.run.dir).glob("checkpoints/step-*"))

@@ -420,14 +420,9 @@ class BadGradient(Trainer):
         return super().optimize()
 
 
-def bad_gradient(config: Config) -> str:
-    trainer, done = training.trainer(config, BadGradient)
-    return must_raise(NotFinite, trainer.train, done)
-
-
 @pytest.mark.ranks(2)
 def test_a_gradient_that_is_not_finite_is_told_from_a_layer(ranks, tmp_path, data):
-    (message, _) = ranks(2).run(bad_gradient, training.config(tmp_path, data))
+    (message, _) = ranks(2).run(training.stopped_by, training.config(tmp_path, data), BadGradient)
     assert message.startswith("step 1: loss 5.9") or message.startswith("step 1: loss 6.")
     assert message.endswith(
         "gradient norm inf: all x, w and dy that were cast were finite; repeated with the weights after step 2, the "
@@ -466,16 +461,11 @@ class InDy(Swallowed):
     into = "dy"
 
 
-def stopped_by(config: Config, cls: type[Trainer]) -> str:
-    trainer, done = training.trainer(config, cls)
-    return must_raise(NotFinite, trainer.train, done)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("cls", "way"), [nightly(InX, "forward"), (InDy, "backward")], ids=["x", "dy"])
 def test_an_inf_that_a_scale_swallows_stops_the_run(ranks, tmp_path, data, cls, way):
     config = training.config(tmp_path, data, "--checkpoint.every=1", "--train.eval_every=100")
-    for message in ranks(2).run(stopped_by, config, cls):
+    for message in ranks(2).run(training.stopped_by, config, cls):
         assert re.match(r"step 3: loss \d\.\d+, gradient norm \d+\.\d+: ", message), "it shows nowhere else"
         assert f": {cls.into} of model.layers.0.mlp.down_proj held a NaN or Inf when it was cast on rank 1, " in message
         assert f" in {way}" in message
