@@ -52,13 +52,27 @@ pytestmark = pytest.mark.usefixtures("emulated")
 RECIPES = ("bf16", "fp8_current", "fp8_delayed", "fp8_block")
 
 
+def compare(
+    recipe: str, steps: int, *, siblings: bool = False, bias: bool = False, attached: bool = True, frozen: bool = False,
+    compiled: bool = False, **options: Any,
+) -> None:  # fmt: skip
+    """Compare steps of a linear that may replay captured launches with steps of a linear that never captures, and check
+    that every pass is captured. options: arguments of `forward_backward`."""
+    pair = PairedModels(lambda: dlp.Linear(K, (N, K) if siblings else N, bias, recipe=recipe), attached=attached)
+    if frozen:
+        for parameter in (*pair.model.parameters(), *pair.other.parameters()):
+            parameter.requires_grad_(False)
+    if compiled:
+        compiles(pair.model)
+    for seed in range(steps):
+        pair.step(lambda model, seed: forward_backward(model, seed, **options), seed)
+    check_used(pair.model, *PASSES)
+
+
 @pytest.mark.parametrize("attached", [True, False], ids=["cast at the boundary", "cast at use"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_program_gives_the_bits_of_the_functions(recipe: str, attached: bool):
-    pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe), attached=attached)
-    for seed in range(5):
-        pair.step(forward_backward, seed)
-    check_used(pair.model, *PASSES)
+    compare(recipe, 5, attached=attached)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -68,19 +82,7 @@ def test_a_program_gives_the_bits_of_the_functions(recipe: str, attached: bool):
     ids=lambda case: next(iter(case)),
 )
 def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
-    case = dict(case)
-    sizes, bias, frozen = (
-        (N, K) if case.pop("siblings", False) else N,
-        case.pop("bias", False),
-        case.pop("frozen", False),
-    )
-    pair = PairedModels(lambda: dlp.Linear(K, sizes, bias, recipe=recipe))
-    if frozen:
-        for parameter in (*pair.model.parameters(), *pair.other.parameters()):
-            parameter.requires_grad_(False)
-    for seed in range(4):
-        pair.step(lambda model, seed: forward_backward(model, seed, **case), seed)
-    check_used(pair.model, *PASSES)
+    compare(recipe, 4, **case)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +97,7 @@ def test_so_it_does_for_every_kind_of_layer(recipe: str, case: dict[str, Any]):
 @pytest.mark.slow
 def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
     """A compiled model that replays captured launches has the bits of an eager model that never captures."""
-    case = dict(case)
-    sizes, bias = (N, K) if case.pop("siblings", False) else N, case.pop("bias", False)
-    pair = PairedModels(lambda: dlp.Linear(K, sizes, bias, recipe=recipe), attached=case.pop("attached", True))
-    compiles(pair.model)
-    for seed in range(5):
-        pair.step(lambda model, seed: forward_backward(model, seed, **case), seed)
-    check_used(pair.model, *PASSES)
+    compare(recipe, 5, compiled=True, **case)
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():
