@@ -104,9 +104,10 @@ def train(model: Net, mesh: DeviceMesh, steps: range) -> list[float]:
     return losses
 
 
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """The unsharded parameters, by name."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
+    return {name: full(p).detach().clone() for name, p in model.named_parameters()}

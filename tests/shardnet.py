@@ -9,12 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp.comm.mesh import ParallelDims
 from tests import pool as worker
-from tests.net import RUN_GROUPS, Net
+from tests.net import RUN_GROUPS, Net, full
 
 BATCH, SEQUENCE = 4, 32
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -75,7 +74,7 @@ def train(model: Net, mesh: DeviceMesh, steps: range, microbatches: int = 1) -> 
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return full(tensor).detach().clone()
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:

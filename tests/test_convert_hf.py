@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from launch import convert_hf
@@ -33,6 +32,7 @@ from launch.weights import hf_config, safetensors_folder, weights_only
 from tests import training
 from tests.command import command
 from tests.refusals import must_raise, refuses
+from tests.shardnet import whole
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -366,10 +366,7 @@ def start(config: Any) -> dict[str, Tensor]:
     """The unsharded parameters with which a run starts. Runs in a worker."""
     made, done = training.trainer(config)
     assert done == 0
-    return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
-        for name, each in made.built.model.named_parameters()
-    }
+    return {name: whole(each) for name, each in made.built.model.named_parameters()}
 
 
 def refused(config: Any) -> str:

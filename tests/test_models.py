@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp import ops
@@ -25,6 +24,7 @@ from launch.train import plan_text
 from launch.training.build import parallel_model, plan_for
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, assert_close
+from tests.net import full
 
 SHAPE = Model(layers=2, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=64)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -118,10 +118,7 @@ def a_step(tp: int, *settings: str) -> dict[str, torch.Tensor]:
         behind = str(model.model.layers[0].sequences.behind.plan())
         assert behind.count("ReducedLinear[Converted, ReduceScatter]") == (4 if tp > 1 else 0), behind
         assert "backward Converted | AddExtraInput | BackwardNormResidual[MakeExtraOutput, " in behind or tp > 1, behind
-    full = {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
-    }
-    return {"loss": loss.detach()} | full  # type: ignore[dict-item]
+    return {"loss": loss.detach()} | {name: full(p.grad) for name, p in model.named_parameters()}
 
 
 # Error bound by recipe. Fusions change the order of sums; in fp8_current this also changes codes

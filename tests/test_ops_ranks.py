@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import dlp
@@ -21,6 +20,8 @@ from dlp.parallel.linear import quantize as quantization
 from tests import pool as worker
 from tests.cases import KINDS, RECIPES, few, nightly
 from tests.metrics import assert_all_bit_equal, assert_all_close, assert_bit_equal, assert_close, factor, relative_error
+from tests.net import full
+from tests.ops_models import values
 from tests.ops_programs import PROGRAMS, WIDTH, codes_only
 from tests.refusals import may_raise, must_raise
 from tests.restored_tables import restored_fusions
@@ -46,14 +47,6 @@ def block(tp: Any = None, recipe: str = "bf16", sp: bool = False, siblings: bool
         ops.SwiGLU(),
         ops.Linear(FFN, H, **row),
     )
-
-
-def values(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def step(model: nn.Module, tokens: slice = slice(None)) -> dict[str, Tensor]:
@@ -88,7 +81,7 @@ def on_ranks(recipe: str, sp: bool, basic: bool) -> dict[str, Tensor]:
         found = step(model, slice(rank * M // 2, (rank + 1) * M // 2) if sp else slice(None))
         if not basic:
             assert "ReducedLinear[Linear" in str(model.plan())
-    return {name: whole(tensor) for name, tensor in found.items()}
+    return {name: full(tensor) for name, tensor in found.items()}
 
 
 @pytest.mark.ranks(2)
@@ -262,7 +255,7 @@ def handed_over(recipe: str, by_reader: bool) -> tuple[list[dict[str, Tensor]], 
     finally:
         quantization.start_gather, quantization.cast = start, cast
     said = may_raise(ValueError, lambda: column(ops.Quantize(recipe=recipe, strict=True)(x)))
-    return [{name: whole(grad) for name, grad in grads.items()} for grads in found], said, sent, casts
+    return [{name: full(grad) for name, grad in grads.items()} for grads in found], said, sent, casts
 
 
 @pytest.mark.ranks(2)
@@ -309,7 +302,7 @@ def compiled(recipe: str, sp: bool) -> tuple[list[list[Tensor]], list[list[str]]
                 x = values(step, M, H)[tokens].clone().requires_grad_()
                 y = run(x)
                 y.backward(values(9 + step, M, H)[tokens])
-                found[-1] += [y.detach(), x.grad, *[whole(p.grad).clone() for p in model.parameters()]]
+                found[-1] += [y.detach(), x.grad, *[full(p.grad).clone() for p in model.parameters()]]
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
@@ -346,7 +339,7 @@ def of_a_user(recipe: str, sp: bool, quantizes: bool) -> tuple[dict[str, Tensor]
     tokens = (
         slice(torch.distributed.get_rank() * M // 2, (torch.distributed.get_rank() + 1) * M // 2) if sp else slice(None)
     )
-    found = {name: whole(tensor) for name, tensor in step(sequence, tokens).items()}
+    found = {name: full(tensor) for name, tensor in step(sequence, tokens).items()}
     return found, [kind.__name__ for op in (first, last) for kind in op.returned]
 
 
@@ -408,7 +401,7 @@ def sharded(recipe: str) -> dict[str, Tensor]:
         optimizer.zero_grad()
         found = step(model)
         optimizer.step()
-    return {name: whole(tensor) for name, tensor in found.items()}
+    return {name: full(tensor) for name, tensor in found.items()}
 
 
 @pytest.mark.ranks(2)
@@ -450,7 +443,7 @@ def programs_on_shards() -> list[str]:
                 y = checkpoint(each, x, use_reentrant=False) if each is model else each(x)
                 y.backward(values(2, *y.shape))
                 optimizer.step()
-            grads = {key: whole(p.grad) for key, p in each.named_parameters() if p.grad is not None}
+            grads = {key: full(p.grad) for key, p in each.named_parameters() if p.grad is not None}
             found.append({"y": y.detach(), "dx": x.grad} | grads)
         its, expected = found
         plans = [str(part.plan()) for part in model.modules() if isinstance(part, ops.Sequential)]
@@ -488,7 +481,7 @@ def converted(norm_on_shards: bool) -> dict[str, Tensor] | str:
         return message
     optimizer.step()
     return {
-        f"d{name.removeprefix('inner.')}": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None
+        f"d{name.removeprefix('inner.')}": full(p.grad) for name, p in model.named_parameters() if p.grad is not None
     }
 
 
@@ -602,7 +595,7 @@ def shards_step(case: Shards, recipe: str, used: str, basic: bool) -> dict[str, 
         chosen = {"both": outputs, "output": outputs[:1], "extra output": outputs[1:]}[used]
         torch.autograd.backward(chosen, [values(rank + 2 + i, *y.shape).bfloat16() for i, y in enumerate(chosen)])
         assert basic or case.said in str(model.plan()), str(model.plan())
-    grads = {f"d{name}": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    grads = {f"d{name}": full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     made = {f"y{i}": y.detach() for i, y in enumerate(outputs)} | {"dx": x.grad}
     return made | ({"dextra": given[0].grad} if given else {}) | grads  # type: ignore[return-value]
 
@@ -684,7 +677,7 @@ def module_on_ranks(kind: str, recipe: str, compiled: bool) -> tuple[dict[str, T
     if compiled:
         torch._dynamo.reset()
         model.compile(backend="aot_eager", fullgraph=True)
-    return {n: whole(t) for n, t in module_step(kind, model, mesh["tp"].get_local_rank()).items()}, wrong
+    return {n: full(t) for n, t in module_step(kind, model, mesh["tp"].get_local_rank()).items()}, wrong
 
 
 @pytest.mark.ranks(2)
@@ -720,18 +713,13 @@ def begun_anew() -> dict[str, Tensor]:
     mesh = worker.mesh(dp_shard=1, tp=2)
     mlp = ops.LayerNormMLP(H, FFN, activation="swiglu", set_parallel_mode=True, tp_group=mesh["tp"])
     torch.manual_seed(100 + torch.distributed.get_rank())
-    before = {name: _whole(parameter).clone() for name, parameter in mlp.named_parameters()}
+    before = {name: full(parameter).detach().clone() for name, parameter in mlp.named_parameters()}
     for module in mlp.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    found = {name: _whole(parameter) for name, parameter in mlp.named_parameters()}
+    found = {name: full(parameter).detach() for name, parameter in mlp.named_parameters()}
     assert not any(torch.equal(found[name], its) for name, its in before.items() if name[0] != "0")
     return found
-
-
-def _whole(parameter: Any) -> Tensor:
-    whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole.detach()
 
 
 @pytest.mark.ranks(2)

@@ -20,9 +20,11 @@ import dlp
 from tests import ops_programs
 from tests import pool as worker
 from tests.metrics import assert_bit_equal, assert_close
+from tests.net import full
+from tests.ops_models import values
 from tests.ops_programs import PROGRAMS, WIDTH
 from tests.pool import RankError
-from tests.test_ops_ranks import FFN, H, block, values, whole
+from tests.test_ops_ranks import FFN, H, block
 
 SAVED, STEPS = 2, 4
 RECIPES = {name: "fp8_delayed" for name in PROGRAMS if name != "Quantized"} | {"Split": "fp8_current"}
@@ -70,7 +72,7 @@ def program(name: str, mesh: Mapping[str, int], seed: int) -> nn.Module:
 
 def flat(run: Run) -> dict[str, Tensor]:
     """Return an unsharded copy of the state of a program."""
-    return {f"{kind} {key}": whole(tensor).clone() for kind, its in run.state().items() for key, tensor in its.items()}
+    return {f"{kind} {key}": full(tensor).clone() for kind, its in run.state().items() for key, tensor in its.items()}
 
 
 def trained(folder: Path, mesh: Mapping[str, int], first: int, dies: bool = False) -> dict[str, Tensor]:

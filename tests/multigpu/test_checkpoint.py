@@ -36,6 +36,7 @@ from launch.config.run_config import Config
 from launch.report.run_dir import RunDir
 from tests import training
 from tests.cases import nightly
+from tests.net import full
 from tests.pool import RankError
 from tests.refusals import may_raise, must_raise
 
@@ -119,10 +120,6 @@ def restored(config: Config) -> dict[str, torch.Tensor]:
             parts = value.items() if isinstance(value, dict) else [("", value)]
             flat |= {f"{kind}.{name}.{part}": full(tensor) for part, tensor in parts}
     return flat
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def equal_tensors(one: Config, other: Config) -> bool:

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import dlp
 from bench import context as bench_context
@@ -44,6 +43,7 @@ from tests.cases import nightly
 from tests.metrics import relative_error
 from tests.pool import Pool
 from tests.recorded_casts import recording
+from tests.shardnet import whole
 
 LENGTH, SEQUENCES, STEPS = 16, 8, 3  # the ledger compares from the third step on
 IGNORED = -100
@@ -132,10 +132,6 @@ def uneven(batch: Callable[..., tuple[Tensor, Tensor]], *place: Any) -> tuple[Te
     return tokens, torch.where(torch.arange(LENGTH) < counted, targets, IGNORED)
 
 
-def full(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def trained(config: Config, fault: str = "none", steps: int = STEPS) -> Found:
     losses: list[float] = []
     backend = functools.partialmethod(nn.Module.compile, backend="aot_eager")  # inductor would compile for a minute
@@ -144,7 +140,7 @@ def trained(config: Config, fault: str = "none", steps: int = STEPS) -> Found:
         trainer.train_data.batch = functools.partial(uneven, trainer.train_data.batch)  # type: ignore[method-assign]
         model = trainer.built.model
         trainer.forward_backward(list(trainer.batches(trainer.train_data, 0)))
-        gradients = {name: full(p.grad) for name, p in model.named_parameters()}
+        gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
         norm = GradientNorm(model.parameters())().item()
         trainer.built.optimizer.zero_grad()
         for step in range(steps):
@@ -153,7 +149,7 @@ def trained(config: Config, fault: str = "none", steps: int = STEPS) -> Found:
             counted = {row["purpose"] for row in trainer.wire.account() if row["group"] == "cp"}
             assert trainer.wire.watches and {"fprop", "dgrad"} <= counted, "keys, values and their gradients"
     training.end_determinism()
-    return Found(gradients, norm, losses, {name: full(p) for name, p in model.named_parameters()})
+    return Found(gradients, norm, losses, {name: whole(p) for name, p in model.named_parameters()})
 
 
 BF16, FP8 = ["--recipe=bf16"], ["--recipe=fp8_current"]

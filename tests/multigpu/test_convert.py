@@ -23,6 +23,7 @@ from dlp.parallel.model.embedding import VocabParallelEmbedding
 from tests import pool as worker
 from tests.cases import nightly
 from tests.metrics import assert_all_close, relative_error
+from tests.net import full
 from tests.refusals import may_raise
 
 HIDDEN, HEAD, VOCABULARY, BATCH, SEQUENCE = 32, 8, 48, 3, 8
@@ -217,7 +218,7 @@ class Facts(NamedTuple):
 def facts() -> tuple[Facts, Facts]:
     def look(model: GPT, before: dict[str, Tensor], same: bool) -> Facts:
         dtensors = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
-        fulls = {name: (p.full_tensor() if isinstance(p, DTensor) else p) for name, p in model.named_parameters()}
+        fulls = {name: full(p) for name, p in model.named_parameters()}
         return Facts(
             [name for name, _ in model.named_parameters()],
             {name: type(model.get_submodule(name)).__name__ for name in ("blocks.0.up", "norm", "embed", "blocks.0")},

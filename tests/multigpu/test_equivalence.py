@@ -38,6 +38,7 @@ from launch.models.settings import Model
 from tests import pool as worker
 from tests.cases import nightly
 from tests.metrics import relative_error
+from tests.net import full
 from tests.pool import Pool
 
 pytestmark = pytest.mark.slow
@@ -193,10 +194,6 @@ def batches(layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
         text = torch.randint(0, CONFIG.vocab, (BATCH, SEQUENCE + 1), generator=generator)
         mine = text.chunk(dp)[dist.get_rank() // layout.tp].to(worker.device())
         yield mine[:, :-1], mine[:, 1:]
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train(layout: Layout, kind: str, mutation: str = "none", steps: int = STEPS) -> Run:

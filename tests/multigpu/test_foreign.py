@@ -17,6 +17,7 @@ import dlp
 from dlp.parallel.model.convert import save_whole
 from tests import pool as worker
 from tests.metrics import assert_all_close, assert_close
+from tests.net import full
 from tests.refusals import may_raise, refuses
 from tests.test_survey import LoRA, ReadsList
 
@@ -87,7 +88,7 @@ def results(model: nn.Module) -> dict[str, Tensor]:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss}
     with torch.no_grad():
         found["y"] = model.eval()(tokens())
-    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for name, t in found.items()}
+    return {name: full(t).clone() for name, t in found.items()}
 
 
 def both() -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
@@ -429,10 +430,7 @@ def loaded_whole() -> list[bool]:
             dlp.fully_shard(model, mesh=mesh)
         dlp.attach(model, torch.optim.SGD(model.parameters(), 0.1))
         model.load_state_dict(values)
-        whole = {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in model.state_dict().items()
-        }
+        whole = {name: full(value) for name, value in model.state_dict().items()}
         found += [torch.equal(whole[name].cpu(), value) for name, value in values.items()]
     return found
 
@@ -491,7 +489,7 @@ def clipped(mesh: Any) -> tuple[list[float], list[Tensor], str]:
         optimizer = dlp.optim.InvariantAdamW(model.parameters(), lr=1e-3)
         norms = [dlp.optim.clip_(optimizer, 0.5).item(), dlp.optim.clip_grad_norm_(model, 0.5).item()]
     grads = [p.grad for p in model.parameters()]
-    return norms, [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads], error
+    return norms, [full(grad) for grad in grads], error
 
 
 def clipped_both() -> tuple[Any, Any]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp.comm.mesh import ParallelDims
@@ -27,6 +26,7 @@ from launch.models.settings import Model
 from tests import pool as worker
 from tests.cases import nightly
 from tests.metrics import assert_bit_equal, assert_close
+from tests.net import full
 from tests.paired_models import without_programs
 
 # Shards have unequal sizes: the last of 4 FSDP shards of 9 rows is empty, and with tp = 2 the MLP has 11 rows per tp
@@ -41,10 +41,6 @@ CHOSEN = [MESHES[3]]  # the mesh with an empty shard
 
 def world_of(axes: dict[str, int]) -> int:
     return torch.Size(axes.values()).numel()
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded(config: Model, axes: dict[str, int], *, sequence_parallel: bool = False) -> tuple[Llama, Any]:

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 import dlp
 from dlp.comm import collectives
 from dlp.parallel.model import grads
 from tests import pool as worker
 from tests.metrics import assert_all_close
+from tests.net import full
 from tests.refusals import may_raise
 
 HIDDEN, BATCH, SEQUENCE = 8, 2, 6
@@ -93,7 +93,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 def gradients(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in found.items()}
+    return {name: full(g).clone() for name, g in found.items()}
 
 
 def three_backwards(model: nn.Module) -> None:

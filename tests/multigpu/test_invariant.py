@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 import dlp
 import dlp.ops
@@ -27,6 +26,7 @@ from launch.training.build import build
 from launch.training.step_update import Update
 from tests import pool as worker
 from tests import training
+from tests.net import full
 from tests.refusals import may_raise
 
 SMALL = ("layers=1", "hidden=128", "ffn=128", "heads=4", "kv_heads=4", "head_dim=32", "vocab=128")
@@ -65,8 +65,7 @@ def mesh_of(sizes: tuple[int, ...], kind: str = "") -> DeviceMesh:
 
 
 def bits(tensor: Tensor) -> str:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    stored = whole.detach().contiguous().view(-1).view(torch.uint8).cpu()
+    stored = full(tensor).detach().contiguous().view(-1).view(torch.uint8).cpu()
     return hashlib.sha256(stored.numpy().tobytes()).hexdigest()[:16]
 
 

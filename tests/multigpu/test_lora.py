@@ -18,6 +18,7 @@ import dlp
 from dlp.flows.lora import adapted
 from dlp.quant.parameter import QuantizedParameter
 from tests import pool as worker
+from tests.net import full
 from tests.test_lora import INT4, with_adapters
 
 TOKENS = 32
@@ -62,7 +63,7 @@ def trained(model: nn.Module, x: Tensor, steps: int = 3) -> dict[str, Tensor]:
 
 
 def whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().float()
+    return full(value).detach().float()
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -19,6 +19,7 @@ from launch.config.run_config import Config
 from tests import training
 from tests.cases import nightly
 from tests.metrics import assert_bit_equal
+from tests.net import full
 
 SMALL = ("hidden=256", "ffn=512", "head_dim=64", "layers=1", "kv_heads=4")
 VALUES = " values"
@@ -44,7 +45,7 @@ def whole(tensor: Tensor) -> Tensor:
         places = {"run_check": False, "shape": meta.shape, "stride": meta.stride()}
         mesh = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
         tensor = local if mesh is None else DTensor.from_local(local, *mesh, **places)
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).cpu().clone()
+    return full(tensor).detach().cpu().clone()
 
 
 def state_of(trainer: Any) -> dict[str, dict[str, Tensor]]:

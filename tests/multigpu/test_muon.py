@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from dlp.optim import muon
 from launch.config.run_config import Config
@@ -17,6 +16,7 @@ from launch.training.optimizer import make_optimizer
 from tests import pool as worker
 from tests import training
 from tests.metrics import assert_all_bit_equal, assert_all_close, assert_bit_equal, assert_close
+from tests.shardnet import whole
 
 MESSAGE = r"has no exp_avg(_sq)? of model.layers.0\S+; it is of another kind of optimizer"
 STEPS = ("--train.steps=4", "--train.eval_every=4", "--train.sequence=32", "--groups.default.recipe=bf16")
@@ -25,10 +25,6 @@ Q_PROJ, HEAD = "model.layers.0.self_attn.q_proj.weight", "lm_head.weight"
 
 def config(folder: Path, data: Path, *overrides: str, optimizer: str = "muon") -> Config:
     return training.config(folder, data, *STEPS, f"--train.optimizer={optimizer}", *overrides)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()).clone()
 
 
 def trained(config: Config, until: int) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from launch.config.run_config import Config
 from launch.training.gradient_norm import GradientNorm
@@ -25,6 +24,7 @@ from launch.training.trainer import Batch, Trainer
 from tests import training
 from tests.cases import nightly
 from tests.metrics import relative_error
+from tests.net import full
 from tests.pool import Pool
 
 SEQUENCES, LENGTH, Z_LOSS = 16, 16, 0.05
@@ -50,10 +50,6 @@ class Found(NamedTuple):
     gradients: dict[str, Tensor]
     norm: float
     loss: float
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def distributed(config: Config) -> Found:
