@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dlp
 from dlp.parallel.linear.step import CastName, Flags
@@ -18,6 +17,7 @@ from dlp.parallel.model import checks
 from dlp.quant.quantizer import KeepHighPrecision, flagged, one_read
 from dlp.quant.recipe import load
 from tests.emulated import emulated, emulation  # noqa: F401
+from tests.ops_models import Watched
 from tests.paired_models import K, M, check_used, values
 from tests.quantizers import QUANTIZERS, a_slot, matrix, origin
 from tests.recorded_casts import RecordingQuantizer
@@ -169,13 +169,6 @@ def test_high_precision_has_no_flags():
     assert model.dlp_session.flags.now == []
 
 
-class Watching(TorchDispatchMode):
-    """A dispatch mode, under which linears are opaque ops."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("how", ["recompute", "inference first", "opaque", "weights cast at use"])
 def test_however_a_layer_is_called(how: str):
     torch.manual_seed(0)
@@ -188,7 +181,7 @@ def test_however_a_layer_is_called(how: str):
             model(x)
     for i in range(2):
         given = x.clone().requires_grad_()
-        with Watching() if how == "opaque" else nullcontext():
+        with Watched() if how == "opaque" else nullcontext():
             y = (
                 torch.utils.checkpoint.checkpoint(model, given, use_reentrant=False)
                 if how == "recompute"

@@ -34,6 +34,7 @@ from dlp.runtime.capture import PASSES, CapturedLaunches, NotPlain
 from tests.cases import few, nightly
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_all_bit_equal, assert_bit_equal
+from tests.ops_models import Watched
 from tests.paired_models import (
     K,
     M,
@@ -111,13 +112,6 @@ def test_nothing_is_kept_of_tensors_that_are_gone():
     assert not [value for value in vars(found).values() if isinstance(value, Tensor)]
 
 
-class _Watched(TorchDispatchMode):
-    """Dispatch mode that changes nothing. Under a dispatch mode a linear runs as opaque ops."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("way", ["eager", pytest.param("compiled", marks=pytest.mark.slow), "watched"])
 def test_another_shape_dtype_or_stride_is_another_program(way: str):
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"))
@@ -131,7 +125,7 @@ def test_another_shape_dtype_or_stride_is_another_program(way: str):
 
     for seed in range(3):
         for run in (forward_backward, lambda m, s: forward_backward(m, s, (2 * M,)), strided):
-            with _Watched() if way == "watched" else nullcontext():
+            with Watched() if way == "watched" else nullcontext():
                 pair.step(run, seed)
     assert sum(isinstance(made, CapturedLaunches) for made in programs(pair.model)["forward"]) == 3
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import dlp
@@ -23,6 +22,7 @@ from tests import hf_models
 from tests import pool as worker
 from tests.cases import nightly, of_these
 from tests.multigpu.test_fsdp_gather import GatheredBytes
+from tests.ops_models import Watched
 from tests.refusals import refuses
 
 RECIPES = recipes.names()
@@ -181,13 +181,6 @@ def test_grouped_gemms_of_rowwise_fp8_have_the_bits_of_linears(sizes: tuple[int,
     assert all(map(torch.equal, found, expected))
 
 
-class Unchanged(TorchDispatchMode):
-    """Dispatch mode that changes nothing. Under a dispatch mode a backward runs op by op."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("way", ["no grad", "frozen x", "frozen expert", "checkpoint", "mode", "delayed", "main grads"])
 def test_passes_of_a_bank_with_grouped_gemms(way: str) -> None:
     def passes() -> list[Tensor]:
@@ -204,7 +197,7 @@ def test_passes_of_a_bank_with_grouped_gemms(way: str) -> None:
         with torch.set_grad_enabled(way != "no grad"):
             y = checkpoint(bank, x, ends(), use_reentrant=False) if way == "checkpoint" else bank(x, ends())
         if way != "no grad":
-            with Unchanged() if way == "mode" else nullcontext():
+            with Watched() if way == "mode" else nullcontext():
                 y.float().square().mean().backward()
         if way == "delayed":
             dlp.backward_dw(bank)
