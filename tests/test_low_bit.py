@@ -19,7 +19,7 @@ from launch.settings.schema import ConfigError
 from launch.train import plan_text
 from launch.training.optimizer import OPTIMIZERS, check_installed, state_bytes
 from tests.cases import of_these
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_all_bit_equal
 from tests.refusals import refuses
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -69,12 +69,6 @@ def everything(made: Optimizer, over: list[nn.Parameter]) -> dict[str, Tensor]:
     return found
 
 
-def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert_bit_equal(ours[name], theirs[name], name)
-
-
 @pytest.mark.parametrize("name", THEIRS)
 def test_a_step_has_torchaos_bits(ao, name):
     ours, theirs = parameters(), parameters()
@@ -85,7 +79,7 @@ def test_a_step_has_torchaos_bits(ao, name):
         steps(other, theirs)
     if name != "adamw4bit":
         del ours[1], theirs[1]  # rows of half a block: dlp keeps the averages in fp32, torchao encodes them
-    assert_same(everything(made, ours), everything(other, theirs))
+    assert_all_bit_equal(everything(made, ours), everything(other, theirs))
     assert made.state[ours[0]]["exp_avg"]["codes"].shape == (16, 128 if name == "adamw4bit" else 256)
 
 
@@ -97,7 +91,7 @@ def test_gradients_are_divided_by_grad_scale(ao, name):
     other.grad_scale, other.found_inf = torch.tensor(4.0), torch.tensor(0.0)
     steps(made, ours)
     steps(other, scaled, scale=4.0)
-    assert_same(everything(made, ours), everything(other, scaled))
+    assert_all_bit_equal(everything(made, ours), everything(other, scaled))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -109,7 +103,7 @@ def test_a_step_on_nan_leaves_every_bit(ao, name):
     before = everything(made, over)
     made.grad_scale, made.found_inf = torch.tensor(torch.nan), torch.tensor(1.0)
     steps(made, over, 1, scale=torch.nan)
-    assert_same(everything(made, over), before)
+    assert_all_bit_equal(everything(made, over), before)
     made.grad_scale, made.found_inf = torch.tensor(1.0), torch.tensor(0.0)
     steps(made, over, 1)
     assert not torch.equal(over[0], before["0"]) and made.state[over[2]]["step"] == 4
@@ -139,7 +133,7 @@ def test_a_step_is_one_graph(ao, name):
         for each, over in ((made, ours), (other, theirs)):
             each.found_inf = torch.tensor(found_inf)
             steps(each, over, 1)
-    assert_same(everything(other, theirs), everything(made, ours))
+    assert_all_bit_equal(everything(other, theirs), everything(made, ours))
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,6 @@ def step(model: nn.Module, seed: int, call: Callable[..., Any] = lambda model, x
     return found
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert_all_bit_equal(found, expected)
-
-
 class Adds:
     """Count, in `count`, the wgrad GEMMs that accumulate into a gradient."""
 
@@ -108,7 +104,7 @@ def test_sums_have_autograds_bits(recipe: str, case: str):
         expected = [step(plain, seed, call) for seed in range(2)]
         assert adds.count == 0
         for seed in range(2):
-            assert_same(step(adding, seed, call), expected[seed])
+            assert_all_bit_equal(step(adding, seed, call), expected[seed])
     assert adds.count == 2 * (2 if case == "siblings" else 1) * (MICROBATCHES - 1)
 
 
@@ -121,7 +117,7 @@ def test_captured_directions_add(recipe: str):
     held = []
     for seed in range(3):
         held.append(torch.empty(N, K))
-        assert_same(step(adding, seed), step(plain, seed))
+        assert_all_bit_equal(step(adding, seed), step(plain, seed))
     backward = [made for made in programs(adding)["backward"] if isinstance(made, CapturedLaunches)]
     assert len(backward) == 3, "with a gradient to add to, before the boundary casts weights and after, and without one"
 

@@ -15,7 +15,7 @@ import dlp
 from dlp.parallel.linear.modules import ColumnParallelLinear, Linear
 from tests import pool as worker
 from tests.cases import matrix
-from tests.metrics import assert_bit_equal
+from tests.metrics import assert_all_bit_equal, assert_bit_equal
 from tests.observe import Collectives
 
 SIZE = 32
@@ -39,19 +39,13 @@ def run(module: nn.Module, seed: int = 1, region: Any = None, recompute: bool = 
     return {"y": y.detach(), "dx": x.grad, **grads}
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name in expected:
-        assert_bit_equal(actual[name], expected[name], name)
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
 def test_inside_the_regions_recipe_runs_forward_and_backward_and_again_in_recomputation(recipe, recompute):
     expected = run(layer(recipe))
     linear = layer()
-    assert_same(run(linear, region=dlp.autocast(recipe=recipe), recompute=recompute), expected)
-    assert_same(run(linear, recompute=recompute), run(layer()))
+    assert_all_bit_equal(run(linear, region=dlp.autocast(recipe=recipe), recompute=recompute), expected)
+    assert_all_bit_equal(run(linear, recompute=recompute), run(layer()))
 
 
 def test_regions_nest_and_the_innermost_decides():
@@ -75,10 +69,10 @@ def test_regions_nest_and_the_innermost_decides():
 
 
 def test_without_a_recipe_layers_keep_their_own_and_an_error_ends_the_region():
-    assert_same(run(layer("fp8_block"), region=dlp.autocast()), run(layer("fp8_block")))
+    assert_all_bit_equal(run(layer("fp8_block"), region=dlp.autocast()), run(layer("fp8_block")))
     with pytest.raises(RuntimeError, match="inside"), dlp.autocast(recipe="nvfp4"):
         raise RuntimeError("inside")
-    assert_same(run(layer()), run(layer()))
+    assert_all_bit_equal(run(layer()), run(layer()))
 
 
 def manual(linear: Linear, seed: int) -> dict[str, Tensor]:
@@ -95,7 +89,7 @@ def manual(linear: Linear, seed: int) -> dict[str, Tensor]:
 def test_delayed_scales_follow_the_region_and_give_the_bits_of_the_step_boundary(recompute):
     by_region, by_step = layer(), layer(DELAYED)
     for seed in (1, 20, 40, 60):
-        assert_same(run(by_region, seed, dlp.autocast(recipe=DELAYED), recompute), manual(by_step, seed))
+        assert_all_bit_equal(run(by_region, seed, dlp.autocast(recipe=DELAYED), recompute), manual(by_step, seed))
 
 
 def scale(linear: Linear, tensor: str) -> float:
@@ -132,7 +126,7 @@ def test_with_an_optimizer_the_step_boundary_counts_and_a_region_changes_nothing
 def test_calibrating_runs_in_high_precision_and_records_the_scales_to_come():
     linear, calibrated = layer(DELAYED), layer(DELAYED)
     high = run(calibrated, region=dlp.autocast(enabled=False, calibrating=True))
-    assert_same(high, run(layer()))
+    assert_all_bit_equal(high, run(layer()))
     run(linear, region=dlp.autocast())
     assert [scale(calibrated, name) for name in ("x", "w", "dy")] == [scale(linear, name) for name in ("x", "w", "dy")]
     assert scale(calibrated, "dy") != 1.0
