@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp import ops
@@ -26,7 +25,7 @@ from dlp.ops import fuser
 from dlp.quant.recipe import both, load
 from tests.cases import RECIPES, nightly
 from tests.metrics import assert_all_bit_equal, assert_bit_equal, assert_close
-from tests.ops_models import FFN, NAMES, H, M, Twice, Watched, linear, mlp, run, same, values
+from tests.ops_models import FFN, NAMES, H, M, Recomputed, Twice, Watched, linear, mlp, run, same, values
 from tests.ops_programs import PROGRAMS, LearnableScale, ScaleAdd, fuse_scale_add
 from tests.restored_tables import restored_fusions
 
@@ -486,19 +485,10 @@ def test_recomputation_gives_the_same_bits(program: str):
     torch.manual_seed(0)
     model = PROGRAMS[program]()
     expected = run(model)
-    run(_Recomputed(model))
-    found = run(_Recomputed(model))
+    run(Recomputed(model))
+    found = run(Recomputed(model))
     for name, tensor in expected.items():
         assert_bit_equal(found.get(name, found.get(name.replace("d", "dinner.", 1))), tensor, name)  # type: ignore[arg-type]
-
-
-class _Recomputed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
 def test_gradients_are_made_of_what_needs_them():

@@ -34,19 +34,14 @@ def block(tp: Any = None, recipe: str = "bf16", sp: bool = False, siblings: bool
     """Return an `ops.Sequential` of norm, gate and up, SwiGLU and down, with equal weights on all ranks. `siblings`:
     gate and up are two weights of one linear; otherwise the linear has one weight with FFN rows."""
     torch.manual_seed(0)
-    more: dict[str, Any] = {"recipe": recipe}
-    column = more | (
-        {} if tp is None else {"tensor_parallel_mode": "column", "tensor_parallel_group": tp, "sequence_parallel": sp}
-    )
-    row = more | (
-        {} if tp is None else {"tensor_parallel_mode": "row", "tensor_parallel_group": tp, "sequence_parallel": sp}
+    column, row = (
+        {} if tp is None else {"tensor_parallel_mode": mode, "tensor_parallel_group": tp, "sequence_parallel": sp}
+        for mode in ("column", "row")
     )
     return ops.Sequential(
-        ops.RMSNorm(H),
-        ops.Linear(H, (FFN, FFN) if siblings else FFN, **column),
-        ops.SwiGLU(),
-        ops.Linear(FFN, H, **row),
-    )
+        ops.RMSNorm(H), ops.Linear(H, (FFN, FFN) if siblings else FFN, recipe=recipe, **column), ops.SwiGLU(),
+        ops.Linear(FFN, H, recipe=recipe, **row),
+    )  # fmt: skip
 
 
 def step(model: nn.Module, tokens: slice = slice(None)) -> dict[str, Tensor]:

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import dlp
 from dlp.kernels import cuda
@@ -34,7 +33,7 @@ from dlp.runtime.capture import PASSES, CapturedLaunches, NotPlain
 from tests.cases import few, nightly
 from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_all_bit_equal, assert_bit_equal
-from tests.ops_models import Watched
+from tests.ops_models import Recomputed, Watched
 from tests.paired_models import (
     K,
     M,
@@ -194,7 +193,7 @@ def test_recomputation_and_saved_tensors_elsewhere(recipe: str):
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe=recipe))
 
     def recomputed(model: nn.Module, seed: int) -> Results:
-        return forward_backward(_Recomputed(model), seed)
+        return forward_backward(Recomputed(model), seed)
 
     def packed(model: nn.Module, seed: int) -> Results:
         moved = torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.contiguous())
@@ -204,15 +203,6 @@ def test_recomputation_and_saved_tensors_elsewhere(recipe: str):
     for seed in range(4):
         pair.step(recomputed, seed)
         pair.step(packed, seed)
-
-
-class _Recomputed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])

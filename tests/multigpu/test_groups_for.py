@@ -57,32 +57,30 @@ def trained(architecture: str, tp: int, dp_shard: int, recipe: Any = None) -> li
     return [before, hf_models.losses(model)]
 
 
-def assert_near(before: list[float], after: list[float]) -> None:
-    assert before[0] != before[-1]
-    assert max(abs(a - b) / abs(a) for a, b in zip(before, after, strict=True)) <= NEAR, (before, after)
+def assert_near(results: list[tuple[list[float], list[float]]]) -> None:
+    for before, after in results:
+        assert before[0] != before[-1]
+        assert max(abs(a - b) / abs(a) for a, b in zip(before, after, strict=True)) <= NEAR, (before, after)
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.full  # test_train_transformers.py compares runs on one rank
 @pytest.mark.parametrize("architecture", some(ARCHITECTURES, 1))
 def test_a_model_trains_as_it_did(ranks, architecture: str):
-    for before, after in ranks(1).run(trained, architecture, 1, 1):
-        assert_near(before, after)
+    assert_near(ranks(1).run(trained, architecture, 1, 1))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("architecture", some(ON_TP, 1))
 def test_a_model_trains_on_two_tp_ranks(ranks, architecture: str):
-    for before, after in ranks(2).run(trained, architecture, 2, 1):
-        assert_near(before, after)
+    assert_near(ranks(2).run(trained, architecture, 2, 1))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("architecture", some(FEW, 1))
 def test_a_model_trains_on_two_fsdp_ranks(ranks, architecture: str):
     """All ranks read the same tokens, so the mean of their gradients equals the gradient of one rank."""
-    for before, after in ranks(2).run(trained, architecture, 1, 2):
-        assert_near(before, after)
+    assert_near(ranks(2).run(trained, architecture, 1, 2))
 
 
 @pytest.mark.ranks(2)
