@@ -86,21 +86,17 @@ def spanned(recipe: Recipe, operand: str) -> list[tuple[int, ...]]:
     return [tuple(dims[d] for d in q.reduces) for q, dims in observing]
 
 
-@pytest.mark.parametrize("operand", ["x", "w", "dy"])
+@pytest.mark.parametrize(
+    ("recipe", "operand"),
+    [(recipe, operand) for recipe in ("fp8_current", "fp8_rowwise") for operand in ("x", "w", "dy")],
+)
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
-def test_fp8_current_agrees_exactly_where_formats_says(row, operand):
-    """Ranks agree on the scale of a complete tensor only for x of COLUMN_SP and dy of ROW_SP."""
+def test_fp8_current_and_fp8_rowwise_agree_exactly_where_formats_says(row, recipe, operand):
+    """In fp8_current, ranks agree on the scale of a complete tensor only for x of COLUMN_SP and dy of ROW_SP. In
+    fp8_rowwise, ranks agree on the scales of a gathered columnwise operand, because these scales span the tokens. Each
+    scale of a rowwise operand belongs to one token, so that no agreement is needed."""
     expected = [("tp", 1)] if GATHERED.get(row.name) == operand else []
-    assert agreements(make_bound(row, recipes.load("fp8_current")), operand) == expected
-
-
-@pytest.mark.parametrize("operand", ["x", "w", "dy"])
-@pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
-def test_fp8_rowwise_agrees_on_the_scales_that_span_the_tokens(row, operand):
-    """Ranks agree on the scales of a gathered columnwise operand, because these scales span the tokens. Each scale of a
-    rowwise operand belongs to one token, so that no agreement is needed."""
-    expected = [("tp", 1)] if GATHERED.get(row.name) == operand else []
-    assert agreements(make_bound(row, recipes.load("fp8_rowwise")), operand) == expected
+    assert agreements(make_bound(row, recipes.load(recipe)), operand) == expected
 
 
 @pytest.mark.parametrize("scope", ["table", "all"])
