@@ -420,13 +420,6 @@ def test_nothing_is_fused_anew_inside_of_a_graph(monkeypatch: pytest.MonkeyPatch
         model(x)
 
 
-def test_there_is_no_second_derivative():
-    x = values(0, M, H).requires_grad_()
-    (dx,) = torch.autograd.grad(mlp()(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_x_that_is_kept_as_it_is_gives_the_same_bits(recipe: str):
     """`save_original_input` changes no bits, whether x is the output of a norm or the input of the model. With the

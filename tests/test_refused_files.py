@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from dlp.optim.encodings import encoding_of
-from launch import generate
 from launch.data import tokenizer
 from launch.data.documents import saved_dataset
-from launch.settings.schema import ConfigError
 from launch.weights import safetensors_folder
 from launch.weights.hf_config import read_config
 from tests.refusals import refuses
@@ -45,11 +43,6 @@ def test_a_state_that_no_saved_dataset_has(tmp_path: Path):
 def test_codes_of_no_encoding():
     with pytest.raises(ValueError, match=r"codes \[3\] with scales \[2\] match no encoding in "):
         encoding_of(torch.zeros(3, dtype=torch.uint8), torch.zeros(2))
-
-
-def test_temperatures_below_zero(tmp_path: Path):
-    with pytest.raises(ConfigError, match="--temperature: expected a number >= 0, got -1"):
-        generate.main([str(tmp_path), "--prompt", "a", "--temperature", "-1"])
 
 
 def test_text_that_is_not_utf_8():

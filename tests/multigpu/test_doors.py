@@ -125,7 +125,7 @@ TABLE: list[tuple[Change, str, list[Callable[[nn.Module, Any], None]], str]] = [
     (lambda m: (convert(m, "bf16"), shard(m)), "bf16", [shard],
      "dlp.fully_shard was called on this FSDPModel already; call this function once for each"),
     (hand_made, "mxfp8", [convert, set_recipe], "the weights are quantized-only codes of fp8_current, which cannot be"),
-    (hand_made, "", [attach], "holds up.weight, which is a quantized-only weight, .*: create the optimizer with "
+    (hand_made, "", [attach], "this SGD holds up.weight, which is a quantized-only weight, .*: create the optimizer with "
         "dlp.with_master_weights"),
     (lambda m: m.to("meta"), "fp8_current", [hold, freeze], "the weight is on the meta device and has no values to quantize"),
     (lambda m: fully_shard(m, mesh=worker.mesh()["dp_shard"]), "fp8_current", [*ALL, hold_by_region],
