@@ -369,11 +369,6 @@ def start(config: Any) -> dict[str, Tensor]:
     return {name: whole(each) for name, each in made.built.model.named_parameters()}
 
 
-def refused(config: Any) -> str:
-    """Message with which a run refuses to start. Runs in a worker."""
-    return must_raise(ValueError, training.trainer, config)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mesh", [["--mesh.tp=2"], ["--mesh.tp=1"]], ids=["tp", "fsdp"])
 def test_a_run_starts_from_them_on_any_mesh(ranks: Any, tmp_path: Path, mesh: list[str]) -> None:
@@ -396,7 +391,7 @@ def test_what_a_run_cannot_start_from_is_refused_by_name(ranks: Any, tmp_path: P
 
     def why(*settings: str) -> str:
         config = training.config(tmp_path, data, TWO_BLOCKS, "--mesh.tp=1", *settings)
-        found: str = ranks(1).run(refused, config)[0]
+        found: str = ranks(1).run(must_raise, ValueError, training.trainer, config)[0]
         return found
 
     sentence = why(f"--train.init_from={ours}")
