@@ -70,12 +70,11 @@ multigpu: $(READY) ## run the multi-rank tests over NCCL, a GPU per rank (withou
 	$(NEEDS) pytest
 	@$(PYTHON) -m pytest tests/multigpu --all-cases --device $(DEVICE) $(ARGS)
 
-lint: $(READY) ## ruff, mypy, and the number of parameters
+lint: $(READY) ## ruff and mypy
 	$(NEEDS) ruff mypy
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
 	@$(PYTHON) -m mypy dlp launch bench tests/gpu
-	@$(PYTHON) tools/parameters.py dlp launch bench
 
 docs: $(READY) $(if $(READY),$(VENV)/.installed-docs) ## build the documentation site into build/site; a broken link or reference is an error
 	$(NEEDS) mkdocs material mkdocstrings

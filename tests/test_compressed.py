@@ -24,7 +24,7 @@ from dlp.quant.quantizer import ScaleSlot
 from dlp.quant.tensor import QuantizedTensor, as_bytes
 
 pytest.importorskip("safetensors")
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file, save_file
 
 from tests.refusals import refuses
 

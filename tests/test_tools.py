@@ -1,4 +1,4 @@
-"""The scripts behind the Makefile: function length, the check of an interpreter, and the help of the Makefile."""
+"""The scripts behind the Makefile: the check of an interpreter, and the help of the Makefile."""
 
 from __future__ import annotations
 
@@ -18,55 +18,9 @@ import pytest
 from dlp.kernels import loader
 from tests.cases import few
 from tests.conftest import some_cases, thinned
-from tools import check_env, parameters, sanitize
+from tools import check_env, sanitize
 
 ROOT = Path(__file__).parent.parent
-
-
-MANY = ", ".join("abcdefghi")
-HEAD = f"def f({MANY}): ..."
-
-
-def problems_in(source: str) -> list[str]:
-    return parameters.problems(list(parameters.functions_in(source, "f.py")))
-
-
-def test_parameters_are_counted_without_self_and_without_stars():
-    source = (
-        "class C:\n    @property\n    def a(self): ...\n    @classmethod\n"
-        "    async def b(cls, x, /, y, *args, z=1, **more): ...\n"
-        "    @staticmethod\n    def c(ctx, x):\n        def d(self): ...\ndef e(self, *, x): ...\n"
-    )
-    assert [(f.name, f.place, f.parameters) for f in parameters.functions_in(source, "f.py")] == [
-        ("C.a", "f.py:3", 0), ("C.b", "f.py:5", 3), ("C.c", "f.py:7", 2), ("d", "f.py:8", 1), ("e", "f.py:9", 2),
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        (HEAD, "f.py:1 f takes 9 parameters; at most 8: make a record"),
-        (HEAD.replace(", i", ""), ""),
-        (f"class C:\n    {HEAD}", ""),  # the first parameter is self
-        (f"{HEAD}  # many parameters: the schema of an op is flat", ""),
-        (f"{HEAD}  # many parameters:", "f.py:1 f takes 9 parameters; at most 8: make a record"),
-        (f"def f(\n    {MANY}\n) -> None:  # many parameters: as torch has them\n    pass", ""),
-        (f"def f({MANY}):\n    pass  # many parameters: too late", "f.py:1 f takes 9 parameters; at most 8: make a record"),
-        ("def f(a): ...  # many parameters: once", "f.py:1 f takes 1 parameters: remove its mark"),
-    ],
-)  # fmt: skip
-def test_too_many_parameters_and_exceptions_without_need_are_told(source, said):
-    assert "\n".join(problems_in(source)) == said
-
-
-def test_kernels_bindings_are_exempt_and_nothing_to_look_at_fails(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("dlp/kernels", "dlp/quant"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "a.py").write_text(HEAD)
-    assert parameters.main(["dlp/kernels"]) == 1 and "no functions in" in capsys.readouterr().err
-    assert parameters.main(["dlp"]) == 1
-    assert capsys.readouterr().out == "dlp/quant/a.py:1 f takes 9 parameters; at most 8: make a record\n"
 
 
 def test_a_missing_package_is_named(capsys):

@@ -70,12 +70,12 @@ class DotProductAttention(nn.Module):
 
     reads_sequences = True  # `dlp.convert` refuses this module on a mesh with cp > 1
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the parameters of Transformer Engine's module)
         self, num_attention_heads: int, kv_channels: int | tuple[int, int], num_gqa_groups: int | None = None, *,
         attention_dropout: float = 0.0, qkv_format: str = "bshd", attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None, bottom_right_diagonal: bool | None = None,
         softmax_scale: float | None = None, **options: Any,
-    ) -> None:  # fmt: skip  # many parameters: those of Transformer Engine's module
+    ) -> None:  # fmt: skip
         super().__init__()
         refuse(type(self).__name__, ARGUMENTS["attention"], options, keywords_of(DotProductAttention.__init__))
         if qkv_format not in FORMATS:
@@ -98,12 +98,12 @@ class DotProductAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.heads}, {self.channels[0]}, groups={self.groups}, {self.qkv_format}, {self.attn_mask_type}"
 
-    def forward(
+    def forward(  # noqa: PLR0913 (the parameters of Transformer Engine's method)
         self, query_layer: Tensor | None = None, key_layer: Tensor | None = None, value_layer: Tensor | None = None,
         attention_mask: Tensor | None = None, *, attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None, checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias", core_attention_bias: Tensor | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip  # many parameters: those of Transformer Engine's method
+    ) -> Tensor:  # fmt: skip
         """Compute the attention output.
 
         Args:

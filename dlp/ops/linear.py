@@ -86,12 +86,12 @@ class BasicLinear(BasicOperation, modules.Linear):
     launches = none_grads = True
     _te_family = "op"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the parameters of `transformer_engine.pytorch.ops.Linear`)
         self, in_features: int, out_features: int | tuple[int, ...], *, bias: bool = False,
         tensor_parallel_mode: str | None = None, tensor_parallel_group: DeviceMesh | ProcessGroup | None = None,
         sequence_parallel: bool = False, recipe: str | Recipe = "bf16", overlap: str = "auto", return_bias: bool = False,
         save_original_input: bool = False, **options: Any,
-    ) -> None:  # fmt: skip  # many parameters: those of `transformer_engine.pytorch.ops.Linear`
+    ) -> None:  # fmt: skip
         if tensor_parallel_mode not in MODES:
             raise ValueError(f"tensor_parallel_mode must be one of {MODES}; got {tensor_parallel_mode!r}")
         if tensor_parallel_mode == "row" and not isinstance(out_features, int):

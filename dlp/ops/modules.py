@@ -133,11 +133,11 @@ class LayerNormLinear(_WithNorm):
         torch.Size([16, 128])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the parameters of the module of this name)
         self, in_features: int, out_features: int | tuple[int, ...], eps: float = 1e-5, *, bias: bool = True,
         normalization: str = "LayerNorm", zero_centered_gamma: bool = False, parallel_mode: str | None = None,
         return_bias: bool = False, return_layernorm_output: bool = False, **options: Any,
-    ) -> None:  # fmt: skip  # many parameters: those of the module of this name
+    ) -> None:  # fmt: skip
         options = own_options(type(self).__name__, "module", options, type(self), LayerNormLinear)
         linear = self.make_linear(
             in_features, out_features, bias, return_bias=return_bias, **linear_options(parallel_mode, options)
@@ -182,12 +182,12 @@ class LayerNormMLP(_WithNorm):
         torch.Size([16, 64])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the parameters of the module of this name)
         self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, bias: bool = True, normalization: str = "LayerNorm",
         activation: str = "gelu", activation_params: Mapping[str, float] | None = None, zero_centered_gamma: bool = False,
         set_parallel_mode: bool = False, return_bias: bool = False, return_layernorm_output: bool = False,
         output_layer_init_method: Callable[[Tensor], Any] | None = None, **options: Any,
-    ) -> None:  # fmt: skip  # many parameters: those of the module of this name
+    ) -> None:  # fmt: skip
         options = own_options(type(self).__name__, "module", options, type(self), LayerNormMLP)
         first, second = (
             {**options, "name": f"{name}.{part}"} if (name := options.get("name")) else options

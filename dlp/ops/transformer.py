@@ -74,7 +74,7 @@ class TransformerLayer(nn.Module):
         torch.Size([2, 8, 64])
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the parameters of the module of this name)
         self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: int | None = None, *,
         layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.0, attention_dropout: float = 0.0,
         kv_channels: int | None = None, self_attn_mask_type: str = "causal", window_size: tuple[int, int] | None = None,
@@ -83,7 +83,7 @@ class TransformerLayer(nn.Module):
         set_parallel_mode: bool = False, attn_input_format: str = "bshd", qk_norm_type: str | None = None,
         qk_norm_eps: float = 1e-6, qk_norm_before_rope: bool = False, rotary_pos_interleaved: bool = False,
         output_layernorm: bool = False, output_layer_init_method: Callable[[Tensor], Any] | None = None, **options: Any,
-    ) -> None:  # fmt: skip  # many parameters: those of the module of this name
+    ) -> None:  # fmt: skip
         super().__init__()
         options = own_options("TransformerLayer", "transformer", options, TransformerLayer)
         head, groups, tp = _heads(
@@ -131,13 +131,13 @@ class TransformerLayer(nn.Module):
             names |= names_of(self, path, f"self_attention.{path}.") if getattr(self, path) is not None else {}
         return names | (names_of(self, "layernorm", "layernorm.") if self.layernorm is not None else {})
 
-    def forward(
+    def forward(  # noqa: PLR0913 (the parameters of the module of this name)
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, batch: int | None = None,
         self_attn_mask_type: str | None = None, window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None, rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
         checkpoint_core_attention: bool = False, core_attention_bias_type: str = "no_bias",
         core_attention_bias: Tensor | None = None, **options: Any,
-    ) -> Tensor:  # fmt: skip  # many parameters: those of the module of this name
+    ) -> Tensor:  # fmt: skip
         """Run the layer. Under sequence parallelism hidden_states holds this rank's shard of the tokens.
 
         Args:

@@ -66,7 +66,7 @@ class Program(NamedTuple):
     pieces: int = 1
 
 
-def prove(  # many parameters: the subjects and the method of the comparison, all by keyword except three
+def prove(  # noqa: PLR0913 (the subjects and the method of the comparison, all by keyword except three)
     build_model: Build, example_batch: Any, loss: Loss, *, meshes: Sequence[str] = MESHES, steps: int = 2,
     exact: bool = False, reduction: str = "mean", device_type: str | None = None, wire: Wire | None = None,
 ) -> Report:  # fmt: skip

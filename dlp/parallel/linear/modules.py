@@ -415,13 +415,13 @@ class Linear(ParallelLinear):
     _style = "local"
     _te_family = "layer"  # a key of `dlp.te_arguments.ARGUMENTS`
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the parameters of nn.Linear, and of the layers of other tensor-parallel libraries)
         self, in_features: int, out_features: int | tuple[int, ...], bias: bool = False, *,
         tp: DeviceMesh | ProcessGroup | None = None, sequence_parallel: bool = False, recipe: str | Recipe = "bf16",
         overlap: str | Mapping[str, str] = "auto", return_bias: bool = False, save_original_input: bool = False,
         delay_wgrad: bool = False, init_method: Callable[[Tensor], Any] | None = None, name: str | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Any,
-    ) -> None:  # fmt: skip  # many parameters: those of nn.Linear, and of the layers of other tensor-parallel libraries
+    ) -> None:  # fmt: skip
         super().__init__()
         if options:
             refuse(type(self).__name__, TE_ARGUMENTS[self._te_family], options, keywords_of(Linear.__init__))

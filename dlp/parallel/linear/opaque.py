@@ -50,10 +50,10 @@ def _weight_operands(
     return bound.weights.read(bound, used, weights, dtype, columnwise=columnwise, record=record)
 
 
-def linear_fwd(
+def linear_fwd(  # noqa: PLR0913 (the flat schema of the op)
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool, codes: list[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip  # many parameters: the flat schema of the op
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Run `linear_forward` as an op. codes: the parts of x that `quantize_x` returned, which the op reads instead of x, and
     which the caller saves for backward; empty: the op casts x."""
     bound = bound_of(spec_id)
@@ -101,10 +101,10 @@ def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedPasses:
     return found
 
 
-def _linear_fwd_fake(
+def _linear_fwd_fake(  # noqa: PLR0913 (the flat schema of the op)
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], cached: list[Tensor], spec_id: Tensor,
     trace_id: int, save: bool, record: bool, codes: list[Tensor],
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip  # many parameters: the flat schema of the op
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """Return empty tensors with the shapes, dtypes and strides that the plan defines for the results of `linear_fwd`. Inductor
     relies on the strides."""
     spec = spec_of(trace_id)
@@ -213,10 +213,10 @@ class OpaqueLinearFn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 (the parameters of the op, and of the autograd function)
         ctx: Any, x: Tensor, spec_id: Tensor, trace_id: int, count: int, handed: tuple[int, int], save: bool, record: bool,
         delay: bool, *tensors: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip  # many parameters: those of the op, and of the autograd function
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         weights, biases, end = list(tensors[:count]), list(tensors[count : 2 * count]), len(tensors) - sum(handed)
         cached, codes = list(tensors[2 * count : end]), list(tensors[end:])
         ys, kept = torch.ops.dlp.linear_fwd(x, weights, biases, cached, spec_id, trace_id, save, record, codes)
