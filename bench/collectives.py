@@ -35,18 +35,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dlp
 from bench.files import add_files, write_files
+from bench.ranks import refuse_one_rank
 from dlp.comm import collectives, transport
-from dlp.comm.mesh import ParallelDims, init_process_group, shutdown, world_size
+from dlp.comm.mesh import ParallelDims, init_process_group, shutdown
 from dlp.parallel.casts import ROWWISE
 from dlp.parallel.linear.plan import WIRES
 from dlp.parallel.linear.quantize import quantize, quantize_route
 from dlp.parallel.linear.state import BoundSpec
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
-from launch.ranks.process_exit import refuse
 
 Run = Callable[[], Any]
-# torch 2.13 renamed both functions
+# torch 2.13 renamed these functions: its old names warn, and older versions lack the new names
 plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 BUFFERS = 4  # number of inputs that rotate; at the sizes of interest all together exceed the L2 cache
@@ -279,12 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     add_files(parser)
     options = parser.parse_args(arguments)
-    if world_size() == 1:
-        refuse(
-            "one rank has nothing to gather or to sum; start 2 or more ranks, for example by torchrun "
-            "--nproc-per-node 2",
-            code=2,
-        )
+    refuse_one_rank()
     init_process_group("cuda" if on_gpu else "cpu")
     mesh = ParallelDims.from_mesh(dlp.build_mesh(dp_shard=1, tp=dist.get_world_size(), transport="auto")).tp_mesh
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

@@ -24,7 +24,7 @@ import dlp
 from dlp import LayerGroup, ops
 from dlp.proof.cases import MeshCase
 from launch import prove as launched
-from launch.config.run_config import Config, load
+from launch.config.run_config import load
 from launch.models.modules import RMSNorm
 from launch.settings.schema import toml_value
 
@@ -72,8 +72,6 @@ def drawn_recipe(draw: random.Random, blocks: bool) -> str | dict[str, Any]:
     fp8_block needs."""
     name, options = draw.choice([each for each in RECIPES if blocks or each[0] != "fp8_block"])
     given = {key: draw.choice(values) for key, values in options.items() if draw.random() < 0.25}
-    if given.get("disable_rht"):
-        given.pop("rht_signs", None)
     return {"name": name, **given} if given else name
 
 
@@ -273,12 +271,8 @@ def llama(draw: random.Random, mesh: str, seed: int) -> Program:
     provable, _ = launched.provable(config, launched.Size(None, None), exact=True)
     return Program(
         f"{settings}, recipe {recipe}", mesh, True, partial(launched.model_on, provable),
-        partial(launched.tokens_of, provable), partial(loss_llama, provable),
+        partial(launched.tokens_of, provable), partial(launched.loss, provable),
     )  # fmt: skip
-
-
-def loss_llama(config: Config, model: Any, batch: Tensor, mesh: DeviceMesh) -> Tensor:
-    return launched.loss(config, model, batch, mesh)
 
 
 class Constructed(nn.Module):

@@ -29,6 +29,7 @@ import dlp
 from bench.files import add_files, write_files
 from bench.linear_subjects import RECIPES, SHAPES, Shape
 from bench.quantize import Launch, graph_of, replay, rotation
+from bench.shapes import SIZES
 from dlp.kernels import gemms, loader
 from dlp.kernels.timing import SETTLING
 from dlp.kernels.tune import fastest, in_bursts, runs_cublaslt
@@ -37,7 +38,6 @@ from dlp.quant.quantizer import Origin, ScaleSlot
 from dlp.quant.recipe import GEMMS, Recipe
 from dlp.quant.tensor import QuantizedTensor
 
-SIZES = {"fprop": "MNK", "dgrad": "MKN", "wgrad": "NKM"}  # rows, cols, contraction
 REPLAYS = 9
 
 

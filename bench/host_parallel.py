@@ -49,14 +49,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 
 import dlp
+from bench.collectives import plain_gather, plain_reduce
 from bench.files import add_files, write_files
 from dlp.comm import transport
 from dlp.comm.mesh import init_process_group, shutdown
 from dlp.quant.recipe import names
 
-# torch 2.13 renamed these functions: its old names warn, and older versions lack the new names
-plain_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-plain_reduce: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 PLAIN, WAYS, FSDP = "plain torch", ("chunked", "compiled", "fsdp"), "fsdp"
 # limits of `Line.all_ratio` on GPUs: LIMIT, or the largest one in LIMITS for a word in the name of the subject
 LIMIT, LIMITS = 2.0, {"mxfp8": 2.5, "nvfp4": 2.5, "compiled": 2.5, FSDP: 2.5}

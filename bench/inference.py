@@ -4,9 +4,7 @@
     python -m bench.inference --layers "**"                                 the head frozen as well
     python -m bench.inference --config tiny --tokens 256 --repeats 2 --ways eager          on a CPU
 
-By default `dlp.freeze` freezes the linears of blocks in FP8, without the head. `compiled` compiles block by block. The exit
-code is 1 if a frozen model runs at less than `--least` times the speed of bf16. Both speeds are those of compiled models if
-`--ways` has `compiled`, else those of eager models.
+By default `dlp.freeze` freezes the linears of blocks in FP8, without the head. `compiled` compiles block by block.
 """
 
 from __future__ import annotations
@@ -88,7 +86,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a sequence; 0: as in the config")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--least", type=float, default=0.0, help="minimum speed relative to bf16")
     asked = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     config = load(asked.config)
@@ -106,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         print(f"{mode:8}" + "  ".join(said), flush=True)
     shutdown()
-    return int(min(rates["dynamic"][-1], rates["static"][-1]) < asked.least * rates["bf16"][-1])
+    return 0
 
 
 if __name__ == "__main__":

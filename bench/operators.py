@@ -45,8 +45,9 @@ import dlp
 from bench import collectives
 from bench.collectives import Bench, plain_gather, plain_reduce
 from bench.files import add_files, write_files
+from bench.ranks import refuse_one_rank
 from dlp.comm import transport
-from dlp.comm.mesh import AUTO, TP, TRANSPORTS, init_process_group, shutdown, world_size
+from dlp.comm.mesh import AUTO, TP, TRANSPORTS, init_process_group, shutdown
 from dlp.kernels import gemm_sm90
 from dlp.parallel import overlap as overlaps
 from dlp.parallel import tune
@@ -57,7 +58,6 @@ from dlp.parallel.linear.quantize import quantize
 from dlp.quant.gemm import Gemm
 from dlp.quant.recipe import names as recipe_names
 from dlp.quant.tensor import QuantizedTensor
-from launch.ranks.process_exit import refuse
 
 Run = Callable[[], object]
 Shape = tuple[int, int, int]
@@ -243,12 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--transport", choices=TRANSPORTS, default=AUTO, help=f"carrier of chunks ({AUTO})")
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
-    if world_size() == 1:
-        refuse(
-            "one rank has nothing to gather or to sum; start 2 or more ranks, for example by torchrun "
-            "--nproc-per-node 2",
-            code=2,
-        )
+    refuse_one_rank()
     init_process_group("cuda" if on_gpu else "cpu")
     mesh = dlp.build_mesh(tp=dist.get_world_size(), transport=options.transport)
     bench, lines = Bench(mesh[TP], tune.device_of(mesh), calls=8 if on_gpu else 1), []

@@ -19,13 +19,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dlp
+from bench.files import add_files, write_files
 from bench.linear_subjects import TINY
 from dlp import ops
 
@@ -240,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("mlp", "layer"))
     parser.add_argument("--host", action="store_true")
     parser.add_argument("--tp", action="store_true")
-    parser.add_argument("--json", type=Path)
+    add_files(parser, draws=False)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("bench.ops needs a GPU")
@@ -275,8 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                             f"{kind:6} {shape:12} {recipe:12} {name:22} {taken:8.3f} ms   {ratio:.2f}x unfused",
                             flush=True,
                         )
-    if options.json is not None and first:
-        options.json.write_text(json.dumps(rows, indent=1))
+    if first:
+        write_files(options, rows)
     if options.tp:
         dist.destroy_process_group()
     return 0

@@ -1,4 +1,4 @@
-"""Start the ranks of a benchmark as processes on this machine."""
+"""Start the ranks of a benchmark as processes on this machine; refuse to run a benchmark of collectives on one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from dlp.comm.mesh import BACKENDS
+from dlp.comm.mesh import BACKENDS, world_size
+from launch.ranks.process_exit import refuse
+
+
+def refuse_one_rank() -> None:
+    """Exit with code 2 if torchrun has started one rank only."""
+    if world_size() == 1:
+        refuse(
+            "one rank has nothing to gather or to sum; start 2 or more ranks, for example by torchrun --nproc-per-node 2",
+            code=2,
+        )
 
 
 def start(

@@ -45,8 +45,9 @@ from bench.files import add_files, write_files
 from bench.host_parallel import PLAIN, Run
 from bench.iterations import Iteration, settle, side_stream, slowest, timed
 from bench.parallel_subjects import OneLayer, Shape, shape_of, subject
+from bench.ranks import refuse_one_rank
 from bench.transformer_engine import COUNTERPARTS, PEERS, USERBUFFERS_OF_PROCESS, installed, is_peer
-from dlp.comm.mesh import TP, TRANSPORTS, init_process_group, shutdown, world_size
+from dlp.comm.mesh import TP, TRANSPORTS, init_process_group, shutdown
 from dlp.parallel import auto, tune
 from dlp.parallel.auto import AUTO, SERIAL, Times
 from dlp.quant.recipe import names
@@ -326,10 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_files(parser, draws=False)
     options = parser.parse_args(arguments)
-    if world_size() == 1:
-        refuse(
-            "one rank has nothing to send; start 2 or more ranks, for example by torchrun --nproc-per-node 2", code=2
-        )
+    refuse_one_rank()
     init_process_group("cuda" if on_gpu else "cpu")
     mesh = dlp.build_mesh(tp=dist.get_world_size(), transport=options.transport)
     table = None if options.table is None else auto.load(options.table, together=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as bench
-from bench import operators, tensor_parallel
+from bench import operators, ranks, tensor_parallel
 from bench.host_parallel import PLAIN
 from bench.parallel_subjects import shape_of
 from dlp.kernels import loader
@@ -178,7 +178,7 @@ def test_one_rank_has_nobody_to_send_to(program: Any, monkeypatch: pytest.Monkey
     def refused(said: str, code: int) -> None:
         raise SystemExit(f"{code}: {said}")
 
-    monkeypatch.setattr(program, "refuse", refused)
-    monkeypatch.setattr(program, "world_size", lambda: 1)
+    monkeypatch.setattr(ranks, "refuse", refused)
+    monkeypatch.setattr(ranks, "world_size", lambda: 1)
     with pytest.raises(SystemExit, match="^2: one rank has nothing to .*; start 2 or more"):
         program.main([])

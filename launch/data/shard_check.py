@@ -9,10 +9,9 @@ import os
 import time
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from launch.common.units import said_bytes, said_seconds
 from launch.data.shard import Shard, verify
+from launch.ranks import rank_objects
 
 
 def check_data(shards: Sequence[Shard]) -> str:
@@ -21,8 +20,7 @@ def check_data(shards: Sequence[Shard]) -> str:
     began = time.perf_counter()
     rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     mine = (",".join(shard.digest for shard in shards), _damage(shards[rank::ranks]))
-    found = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found = rank_objects.from_all(mine)
     for damage in (damage for _, damage in found if damage):
         raise ValueError(damage)
     for other, (digests, _) in enumerate(found):

@@ -162,13 +162,8 @@ class _Estimate:
 
     def _operands(self) -> float:
         """Return the bytes of weight casts at the step boundary: copies in the dtype of activations, and quantized operands."""
-        total = 0.0
-        for row, parameter in self.linears.values():
-            total += self._shard_casts(row, parameter) if self._cut(parameter) else self._whole_casts(row, parameter)
-        return total
-
-    def _cut(self, parameter: ParameterPlan) -> bool:
-        return self.fsdp and self.ranks > 1
+        casts = self._shard_casts if self.fsdp and self.ranks > 1 else self._whole_casts
+        return sum(casts(row, parameter) for row, parameter in self.linears.values())
 
     def _whole_casts(self, row: LayerPlan, parameter: ParameterPlan) -> float:
         if self.config.train.weight_cache != "step":

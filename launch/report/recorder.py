@@ -123,10 +123,10 @@ class Recorder:
             self._progress.tell(step, f"{took}, predicted {said_seconds(self.predicted)} ({error:+.1%})")
 
     def validation(self, step: int, loss: float) -> None:
+        self._write(step=step, validation_loss=loss)
+        if self._progress is not None:
+            self._progress.tell(step, f"validation {loss:.3f}")
         if self._run.leader:
-            self._write(step=step, validation_loss=loss)
-            if self._progress is not None:
-                self._progress.tell(step, f"validation {loss:.3f}")
             self._plot()
 
     def baseline(self, step: int, found: Baseline) -> None:
@@ -136,23 +136,19 @@ class Recorder:
 
     def swap(self, step: int, recipe: str, layers: int) -> None:
         """Record a recipe change after `step`. `layers`: number of changed layers."""
-        if self._run.leader:
-            self._write(step=step, swap={"recipe": recipe, "layers": layers})
+        self._write(step=step, swap={"recipe": recipe, "layers": layers})
 
     def ledger(self, step: int, account: list[dict[str, Any]]) -> None:
         """Record the counted bytes of a step, as returned by `WireWatch.account`."""
-        if self._run.leader:
-            self._write(step=step, ledger=account)
+        self._write(step=step, ledger=account)
 
     def stats(self, step: int, numbers: dict[str, dict[str, float | None]]) -> None:
         """Record cast statistics, as returned by `dlp.read_stats`: tensor name -> statistic -> value."""
-        if self._run.leader:
-            self._write(step=step, stats=numbers)
+        self._write(step=step, stats=numbers)
 
     def exposure(self, step: int, found: Exposure) -> None:
         """Record the exposed communication of a profiled step."""
-        if self._run.leader:
-            self._write(step=step, exposure=asdict(found))
+        self._write(step=step, exposure=asdict(found))
 
     @property
     def tokens_per_second(self) -> float:
@@ -189,6 +185,8 @@ class Recorder:
     def _write(self, **record: Any) -> None:
         """Write a record to metrics.jsonl and all sinks. A failure, for example a full disk, does not end the run: records for
         metrics.jsonl are written later, a failing sink is no longer used."""
+        if not self._run.leader:
+            return
         waited = bool(self._unwritten)
         self._unwritten += json.dumps(record) + LINE
         try:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlp.parallel.linear.step import CastName, in_backward
 from dlp.parallel.model.checks import first_bad
+from launch.ranks import rank_objects
 
 
 class Layer(NamedTuple):
@@ -114,9 +115,7 @@ def _floats(values: Any) -> list[Tensor]:
 
 def _least(mine: Any) -> Any:
     """Return the smallest value of `mine` over all ranks; None if it is None on all ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return min((each for each in found if each is not None), default=None)
+    return min((each for each in rank_objects.from_all(mine) if each is not None), default=None)
 
 
 def origin(

@@ -34,6 +34,7 @@ from dlp.comm import observer
 from dlp.comm.wire_checks import Damaged, WireChecks, unobserved_checksums
 from dlp.parallel.model.session import session_of, without_effects
 from dlp.parallel.weight.local import local_values
+from launch.ranks import rank_objects
 from launch.ranks.links import OWN
 
 # ("memory", "forward", "forward NUMBER" or "backward"; name of the tensor in messages)
@@ -172,9 +173,8 @@ class Sentinel:
         stays = not same or delayed or any(keys[i][0] == "memory" for i in own)
         kept = self._keep(keys[own[0]], step) if own and same else ""
         self._copies.clear()
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (said, kind, len(self._damaged), len(own), stays, kept))
-        return self._react(step, told)
+        mine = said, kind, len(self._damaged), len(own), stays, kept
+        return self._react(step, rank_objects.from_all(mine))
 
     def _keep(self, key: Name, step: int) -> str:
         """Write both versions of the tensor `key` into `folder`, and return a clause about the file; "" without `folder`."""
