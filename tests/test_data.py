@@ -3,11 +3,13 @@ several sources, the built-in text, and the bigram loss."""
 
 import hashlib
 import math
+import multiprocessing
 import os
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -141,9 +143,12 @@ def test_prepare_leaves_nothing_behind_when_it_fails(corpus: dict[str, Path], tm
 
 
 def test_of_two_that_prepare_the_same_folder_the_first_stands(corpus: dict[str, Path], tmp_path: Path) -> None:
-    assert prepare(corpus, tmp_path / "out", validation=0.2)
+    prepare(corpus, tmp_path / "out", validation=0.2)
     before = (tmp_path / "out" / "train-00000.shard").stat()
-    assert not prepare(corpus, tmp_path / "out", validation=0.2)
+    with pytest.raises(
+        ValueError, match="out: another process has created this folder in the meantime; choose another folder"
+    ):
+        prepare(corpus, tmp_path / "out", validation=0.2)
     assert (tmp_path / "out" / "train-00000.shard").stat() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "out"]
     with pytest.raises(OSError):
@@ -510,6 +515,27 @@ def test_another_share_or_source_is_another_folder(tmp_path: Path, monkeypatch: 
     (tmp_path / "31.py").write_text("2\n")
     folders.append(data.stdlib_shards(0.1))
     assert len(set(folders)) == 4
+
+
+def test_ranks_that_create_the_stdlib_shards_at_the_same_time_get_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = 4
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(ranks)
+
+    def together(*given: Any, **options: Any) -> None:
+        barrier.wait(60)
+        prepare(*given, **options)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(data, "stdlib_files", lambda: {f"{number}.py": Path(__file__) for number in range(30)})
+    monkeypatch.setattr(data, "prepare", together)
+    with ProcessPoolExecutor(ranks, context) as pool:
+        (folder,) = {each.result() for each in [pool.submit(data.stdlib_shards, 0.1) for _ in range(ranks)]}
+    assert list((tmp_path / "dlp").iterdir()) == [folder]
+    for path in folder.glob("*.shard"):
+        verify(open_shard(path))
 
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -296,36 +297,30 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert told.endswith(f"/train-00000.shard: No space left on device; {tmp_path / 'out'} was not created"), told
 
 
-def test_what_a_killed_preparation_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    left = tmp_path / f".out-{'0a' * 16}"
-    for folder in (left, tmp_path / ".out-mine", tmp_path / f".other-{'0a' * 16}"):
+def test_what_a_killed_preparation_left_is_removed(tmp_path: Path) -> None:
+    left, *others = (tmp_path / name for name in (f".out-{'0a' * 16}.tmp", ".out-mine.tmp", f".other-{'0a' * 16}.tmp"))
+    for folder in (left, *others):
         folder.mkdir()
+        os.utime(folder, (0, 0))
     rows = str(json_lines(tmp_path / "a.jsonl"))
     main(["prepare", "--out", str(tmp_path / "out"), rows, "--validation", "0.2"])
-    told = [line for line in capsys.readouterr().out.split("\n") if "unfinished" in line]
-    assert told == [f"{left} belongs to an unfinished preparation; remove it"]
+    assert not left.exists() and all(folder.is_dir() for folder in others)
 
 
-def test_a_second_preparation_of_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second preparation is refused while the first is running, and at the end if both started at the same time."""
-    out, write, told = tmp_path / "out", preparing.write_index, list[str]()
+def test_of_two_preparations_of_a_folder_the_last_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, write = tmp_path / "out", preparing.write_index
     asked = ["prepare", "--out", str(out), str(json_lines(tmp_path / "a.jsonl")), "--validation", "0.2"]
 
     def second_begins(*given: Any) -> None:
         monkeypatch.setattr(preparing, "write_index", write)
-        told.append(must_raise(ValueError, main, asked))
-        (work,) = tmp_path.glob(".out-*")
-        assert told == [
-            f"{out}: another process is preparing this folder, in {work}; wait for its end, or choose another --out"
-        ]
-        monkeypatch.setattr("launch.data.__main__.at_work", lambda work: False)
         main(asked)
         write(*given)
 
     monkeypatch.setattr(preparing, "write_index", second_begins)
-    with refuses("another process has created this folder in the meantime; choose another --out$"):
+    with pytest.raises(ValueError) as caught:
         main(asked)
-    assert told and sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
+    assert str(caught.value) == f"{out}: another process has created this folder in the meantime; choose another folder"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
     assert sorted(path.name for path in out.iterdir()) == [INDEX, "train-00000.shard", "validation-00000.shard"]
 
 

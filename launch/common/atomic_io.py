@@ -42,7 +42,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     lock = os.open(work, os.O_RDONLY)  # the system releases a lock when its process ends
     try:
         with suppress(OSError):  # raised by file systems without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # waits for `_at_work` of other processes, which locks the folder briefly
         yield work
         try:
             work.rename(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.data.documents import has_rows, is_text, list_files, looks_like_rows
-from launch.data.prepare import at_work, check_share, prepare, unfinished
+from launch.data.prepare import check_share, prepare
 from launch.data.shard import Shard, open_shard, verify
 from launch.data.tokenizer import add_options, open_tokenizer
 
@@ -31,27 +31,16 @@ def _prepare_command(options: argparse.Namespace) -> None:
     if options.out.exists():
         raise ValueError(f"{options.out}: exists already; remove it or choose another --out")
     check_share(options.validation)
-    for left in unfinished(options.out):
-        if at_work(left):
-            raise ValueError(
-                f"{options.out}: another process is preparing this folder, in {left}; wait for its end, or choose "
-                f"another --out"
-            )
-        print(f"{left} belongs to an unfinished preparation; remove it")
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     files = list_files(options.files)
     read = {name: path for name, path in files.items() if has_rows(path, options.column) or is_text(path)}
     try:
-        made = prepare(
+        prepare(
             read, options.out, validation=options.validation, tokenizer=tokenizer, column=options.column, progress=True
         )
     except OSError as error:
         where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         raise ValueError(f"{where}; {options.out} was not created") from None
-    if not made:
-        raise ValueError(
-            f"{options.out}: another process has created this folder in the meantime; choose another --out"
-        )
     for name in files.keys() - read.keys():
         print(f"left out, not text: {name}")
     for name, path in read.items():

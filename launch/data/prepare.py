@@ -6,19 +6,15 @@ the requested share of the bytes. Rows are held out by a hash of file name and r
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import itertools
-import re
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tqdm import tqdm
 
+from launch.common.atomic_io import new_folder
 from launch.data.documents import has_rows, rows
 from launch.data.shard import Shard, Tokens, open_shard, write_shard
 from launch.data.shard_index import write_index
@@ -26,7 +22,6 @@ from launch.data.tokenizer import BYTES, KnownTokens, Text, Tokenizer
 
 SHARD_TOKENS = 1 << 27  # tokens of a shard, which is built in memory: 256 MiB with 2 bytes per token, 512 MiB with 4
 SPLITS = ("train", "validation")
-LOCK = ".lock"  # lock file of a running preparation, in its temporary folder
 BATCH = 256  # maximum number of documents that are encoded at once
 BATCH_BYTES = 1 << 24  # bytes of documents from which on a batch is encoded, even with fewer documents
 
@@ -152,28 +147,10 @@ class ShardWriter:
         self._pending = []
 
 
-def unfinished(folder: Path) -> list[Path]:
-    """Return the temporary folders of unfinished preparations of `folder`, both running (`at_work`) and killed ones."""
-    name = re.compile(re.escape(f".{folder.name}-") + "[0-9a-f]{32}")
-    return sorted(each for each in folder.parent.glob(".*") if name.fullmatch(each.name))
-
-
-def at_work(work: Path) -> bool:
-    """Return whether a running process holds the lock of the temporary folder `work`."""
-    try:
-        with (work / LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no lock file yet, a removed folder, or a file system without locks
-        return False
-    return False
-
-
 def prepare(
     files: Mapping[str, Path], folder: Path, *, validation: float, tokenizer: Tokenizer = BYTES, column: str = "text",
     progress: bool = False,
-) -> bool:  # fmt: skip
+) -> None:  # fmt: skip
     """Create a folder of shards from files; the folder gets its name when it is complete.
 
     If there are only text files and each is larger than the validation share, the largest file is cut, at the end of
@@ -187,29 +164,11 @@ def prepare(
         column: Column of rows that holds the text.
         progress: Show a progress bar.
 
-    Returns:
-        True; False if another process has created the same folder first, which then stays.
-
     Raises:
-        ValueError: The input cannot be read, encoded or split.
+        ValueError: The input cannot be read, encoded or split, or another process has created the folder in the meantime.
     """
-    work = folder.parent / f".{folder.name}-{uuid.uuid4().hex}"
-    work.mkdir(parents=True)
-    try:
-        with (work / LOCK).open("wb") as lock:
-            with contextlib.suppress(OSError):  # raised by file systems without locks
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write(work, files, validation, tokenizer, column, progress)
-            (work / LOCK).unlink()
-        try:
-            work.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-            return False
-        return True
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    with new_folder(folder) as work:
+        _write(work, files, validation, tokenizer, column, progress)
 
 
 def _write(

@@ -121,6 +121,9 @@ def stdlib_shards(validation: float) -> Path:
     if not folder.is_dir():
         try:
             prepare(files, folder, validation=validation)
+        except ValueError:
+            if not folder.is_dir():  # otherwise another rank has created the folder first
+                raise
         except OSError as error:
             raise ValueError(
                 f"builtin:stdlib: the cache {cache / 'dlp'} cannot be written ({error.strerror or error}); set "
