@@ -4,9 +4,9 @@
     python -m launch.convert_hf export CHECKPOINT FOLDER [--dtype bf16]     checkpoint -> folder for `transformers`
     python -m launch.convert_hf export CHECKPOINT FOLDER --codes            checkpoint -> quantized weights, for vLLM
 
-Parameter names are translated by the tables of `launch/models/families.py`. A checkpoint loads on any mesh, and keeps the dtype
-of each imported tensor; an exported folder has one dtype, by default the dtype of the checkpoint. A tensor that is missing, has
-a wrong shape, or belongs to no parameter is an error that names the tensor, raised before anything is written.
+Parameters have the same names in both. A checkpoint loads on any mesh, and keeps the dtype of each imported tensor; an exported
+folder has one dtype, by default the dtype of the checkpoint. A tensor that is missing, has a wrong shape, or belongs to no
+parameter is an error that names the tensor, raised before anything is written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dlp.flows.compressed import quantization_config
 from launch.common.atomic_io import new_folder
 from launch.common.units import said_bytes
 from launch.config.run_config import count, from_text
-from launch.models.families import EMBEDDING, HEAD, UNREAD, their_names
+from launch.models.families import EMBEDDING, HEAD, UNREAD
 from launch.models.modules import Llama
 from launch.models.rope_scaling import ORIGINAL
 from launch.models.settings import Model
@@ -88,21 +88,20 @@ def parameters_of(model: Model) -> dict[str, Tensor]:
 def import_folder(folder: Path, out: Path) -> str:
     """Convert the Hugging Face folder `folder` into the checkpoint `out`, and return one sentence about the result."""
     model, config = read_config(folder)
-    theirs, found = dict(their_names(model.layers)), safetensors_folder.entries(folder)
-    tensors = {}
+    found, tensors = safetensors_folder.entries(folder), {}
     for name, parameter in parameters_of(model).items():
-        entry = found.get(theirs[name])
+        entry = found.get(name)
         if entry is None:
             raise ValueError(
-                f"{folder}: no tensor {theirs[name]} in the files, which a {model.family} with this {CONFIG} needs; "
+                f"{folder}: no tensor {name} in the files, which a {model.family} with this {CONFIG} needs; "
                 f"use the complete folder of one model, weights and {CONFIG}"
             )
         if entry.shape != tuple(parameter.shape):
             raise ValueError(
-                f"{entry.file}: {theirs[name]} is {list(entry.shape)}, and {CONFIG} makes it {list(parameter.shape)}"
+                f"{entry.file}: {name} is {list(entry.shape)}, and {CONFIG} makes it {list(parameter.shape)}"
             )
         tensors[name] = parameter.to(entry.dtype)
-    used = {theirs[name] for name in tensors} | ({HEAD} if model.tie_embeddings else set())
+    used = tensors.keys() | ({HEAD} if model.tie_embeddings else set())
     if over := sorted(name for name in found.keys() - used if not name.endswith(UNREAD)):
         raise ValueError(
             f"{found[over[0]].file}: {over[0]} is not a tensor of {model.family} in dlp; choose a folder of a "
@@ -114,7 +113,7 @@ def import_folder(folder: Path, out: Path) -> str:
     with progress("import", tensors) as bar:
 
         def read(name: str) -> Tensor:
-            tensor = finite(found[theirs[name]], theirs[name])
+            tensor = finite(found[name], name)
             bar.update(tensor.nbytes)
             return tensor
 
@@ -191,7 +190,7 @@ def export(
     reader = weights_only.Reader(checkpoint)
     if "model_type" in reader.opened.manifest["model"]:
         return export_pretrained(reader, folder, dtype)
-    model, theirs = reader.model(), dict(their_names(reader.model().layers))
+    model = reader.model()
     parameters = parameters_of(model)
     if over := sorted(reader.names() - parameters.keys()):
         tied = ", whose manifest ties the head to the embedding," if model.tie_embeddings else ""
@@ -201,13 +200,13 @@ def export(
         )
     dtype = dtype or _one_dtype(reader.dtypes(parameters))
     coded = coded_linears(reader, model) if codes else {}
-    source = Source(reader, parameters, theirs, getattr(torch, NAMES[dtype]), coded)
+    source = Source(reader, parameters, getattr(torch, NAMES[dtype]), coded)
     tensors = source.tensors
     if positions is None:
         positions = longest(model, reader.opened.manifest["config"])
     config = config_json(model, NAMES[dtype], positions)
     if coded:
-        schemes = {source.layer(name): linear.scheme() for name, linear in coded.items()}
+        schemes = {name: linear.scheme() for name, linear in coded.items()}
         config["quantization_config"] = quantization_config(schemes, source.linears())
     with new_folder(folder) as work, progress("export", tensors) as bar:
 

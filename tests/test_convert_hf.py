@@ -25,7 +25,6 @@ from launch.checkpoint import dcp_files, manifest
 from launch.common import atomic_io
 from launch.config.run_config import load
 from launch.models import families
-from launch.models.families import their_names
 from launch.models.settings import Model
 from launch.training.build import plan_for
 from launch.weights import hf_config, safetensors_folder, weights_only
@@ -44,10 +43,10 @@ INDEX = safetensors_folder.INDEX
 
 def published(folder: Path, shape: Model = SHAPE, dtype: str = "fp32", **config: Any) -> dict[str, Tensor]:
     """Write a folder with several files, like those of published models; return its tensors."""
-    generator, theirs = torch.Generator().manual_seed(3), dict(their_names(shape.layers))
+    generator = torch.Generator().manual_seed(3)
     kind = getattr(torch, convert_hf.NAMES[dtype])
     tensors = {
-        theirs[name]: (0.1 * torch.randn(each.shape, generator=generator)).to(kind)
+        name: (0.1 * torch.randn(each.shape, generator=generator)).to(kind)
         for name, each in convert_hf.parameters_of(shape).items()
     }
     folder.mkdir()

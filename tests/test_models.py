@@ -13,7 +13,7 @@ import dlp
 from dlp import ops
 from launch.config.rules import validate_world
 from launch.config.run_config import load
-from launch.models.families import FAMILIES, their_names
+from launch.models.families import FAMILIES
 from launch.models.initial_weights import init_weights
 from launch.models.kv_cache import KeyValues
 from launch.models.modules import Llama
@@ -62,10 +62,9 @@ def test_reading_on_gives_what_reading_at_once_gives(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_of_a_family_has_a_name_in_its_folder(family: str) -> None:
+def test_families_differ_in_biases_and_norms(family: str) -> None:
     with torch.device("meta"):
         names = dict(Llama(replace(SHAPE, family=family)).named_parameters())
-    assert names.keys() <= dict(their_names(SHAPE.layers)).keys()
     assert any(name.endswith("q_proj.bias") for name in names) == (family == "qwen2")
     assert any(name.endswith("k_norm.weight") for name in names) == (family == "qwen3")
 

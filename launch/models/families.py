@@ -1,8 +1,10 @@
-"""Families of published models: features, names of settings in config.json, and names of tensors in Hugging Face folders."""
+"""Families of published models: features, and names of settings in config.json.
+
+The parameters of `launch.models.modules` have the names of the tensors in Hugging Face folders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -68,31 +70,5 @@ KEYS = {
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# Parameter name of `launch.models.modules` -> name in Hugging Face folders. {i} is the number of a block.
-NAMES = {
-    "model.embed_tokens.weight": EMBEDDING,
-    "model.norm.weight": "model.norm.weight",
-    "lm_head.weight": HEAD,
-    **{
-        f"model.layers.{{i}}.{name}": f"model.layers.{{i}}.{name}"
-        for name in (
-            "input_layernorm.weight",
-            "post_attention_layernorm.weight",
-            *(f"self_attn.{which}_proj.{part}" for which in "qkv" for part in ("weight", "bias")),
-            "self_attn.o_proj.weight",
-            *(f"self_attn.{which}_norm.weight" for which in "qk"),
-            *(f"mlp.{which}_proj.weight" for which in ("gate", "up", "down")),
-        )
-    },
-}
-
 # Suffixes of tensor names that are ignored: tables of rotary frequencies in old folders, which are not weights.
 UNREAD = ("rotary_emb.inv_freq",)
-
-
-def their_names(layers: int) -> Iterator[tuple[str, str]]:
-    """Yield (name in `launch.models.modules`, name in Hugging Face folders) for each parameter of any family with `layers`
-    blocks."""
-    for ours, theirs in NAMES.items():
-        for i in range(layers) if "{i}" in ours else (0,):
-            yield ours.format(i=i), theirs.format(i=i)
