@@ -42,7 +42,7 @@ import dlp
 from bench.e2e_peer import Peer
 from bench.e2e_subjects import BASELINE, EAGER, GRAPH, HP_GATHER, PEERS, Subject, subjects_of
 from bench.files import add_files, write_files
-from bench.where import longest_kernels
+from bench.kernel_profile import longest_kernels
 from dlp.comm.mesh import shutdown, world_size
 from launch.config.groups import SCHEMA
 from launch.config.rules import validate_world

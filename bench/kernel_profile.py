@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+
+from launch.report.exposed_communication import Activity, Span, activities, common, length, recorded, union
 
 GROUPS = (  # patterns; the first that matches the name of a kernel determines the group
     ("comm", r"nccl|userbuffers|symm_mem|ptop|sum_parts|sum_in_order|fp8_wire|agree_kernel|barrier|signal"),
@@ -35,14 +34,6 @@ GROUPS = (  # patterns; the first that matches the name of a kernel determines t
     ("elementwise", r"elementwise|reduce"),
 )
 OTHER, TOP, WIDTH = "other", 25, 96
-
-
-class Interval(NamedTuple):
-    """Name, start and end of one kernel or copy on the device, in microseconds."""
-
-    name: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -75,65 +66,40 @@ def group_of(name: str) -> str:
     return next((group for group, pattern in GROUPS if re.search(pattern, name, re.IGNORECASE)), OTHER)
 
 
-def record(run: Callable[[], None], count: int, device: torch.device, here: bool) -> Found | None:
+def record(run: Callable[[], object], count: int, device: torch.device, here: bool) -> Found | None:
     """Run `count` iterations, and return their profile if this rank records (`here`), else None."""
     if not here:
         for _ in range(count):
             run()
         return None
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    with profile(activities=activities) as recorded:
-        for _ in range(count):
-            run()
-        if on_gpu:
-            torch.cuda.synchronize(device)
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    events = recorded.events() or []
-    leaves = [event for event in events if event.device_type == wanted and (on_gpu or not event.cpu_children)]
-    ranges = [Interval(event.name, event.time_range.start, event.time_range.end) for event in leaves]
-    return tables([each for each in ranges if each.end > each.start], count)
+    _, recording = recorded(lambda: [run() for _ in range(count)], device)
+    return tables([each for each in activities(recording, device) if each.end > each.start], count)
 
 
-def tables(intervals: Sequence[Interval], count: int) -> Found:
+def tables(intervals: Sequence[Activity], count: int) -> Found:
     """Return the profile of one iteration from the intervals of `count` iterations."""
-    kernels: dict[str, list[float]] = defaultdict(list)
-    groups: dict[str, list[float]] = defaultdict(list)
+    kernels: dict[str, list[Span]] = defaultdict(list)
+    groups: dict[str, list[Span]] = defaultdict(list)
     for name, start, end in intervals:
-        kernels[name].append(end - start)
-        groups[group_of(name)].append(end - start)
-    busy, alone = _overlaps(intervals)
+        kernels[name].append((start, end))
+        groups[group_of(name)].append((start, end))
+    merged = {group: union(spans) for group, spans in groups.items()}
+    alone = {}
+    for group, spans in merged.items():
+        others = union(span for other in merged if other != group for span in merged[other])
+        alone[group] = length(spans) - common(spans, others)
+    busy = union(span for spans in merged.values() for span in spans)
     scale = 1e-3 / count
 
-    def rows(sums: dict[str, list[float]], of: dict[str, float] | None) -> list[Row]:
+    def rows(found: dict[str, list[Span]], of: dict[str, float] | None) -> list[Row]:
         made = [
-            Row(name, scale * sum(times), None if of is None else scale * of.get(name, 0.0), len(times) / count)
-            for name, times in sums.items()
+            Row(name, scale * length(spans), None if of is None else scale * of[name], len(spans) / count)
+            for name, spans in found.items()
         ]
         return sorted(made, key=lambda row: -row.ms)
 
-    wall = max((each.end for each in intervals), default=0.0) - min((each.start for each in intervals), default=0.0)
-    return Found(scale * wall, scale * busy, rows(groups, alone), rows(kernels, None))
-
-
-def _overlaps(intervals: Iterable[Interval]) -> tuple[float, dict[str, float]]:
-    """Return the microseconds in which any kernel runs, and for each group the microseconds in which only kernels of this group
-    run."""
-    edges = sorted(
-        edge for name, start, end in intervals for edge in ((start, 1, group_of(name)), (end, -1, group_of(name)))
-    )
-    running: dict[str, int] = defaultdict(int)
-    alone: dict[str, float] = defaultdict(float)
-    busy = last = 0.0
-    for time, change, group in edges:
-        active = [name for name, number in running.items() if number]
-        if active:
-            busy += time - last
-        if len(active) == 1:
-            alone[active[0]] += time - last
-        running[group] += change
-        last = time
-    return busy, alone
+    wall = busy[-1][1] - busy[0][0] if busy else 0.0
+    return Found(scale * wall, scale * length(busy), rows(groups, alone), rows(kernels, None))
 
 
 def show(title: str, found: Found, top: int = TOP) -> None:
@@ -152,3 +118,12 @@ def short(name: str) -> str:
     """Shorten the name of a kernel to WIDTH characters, without a leading "void" and the namespaces of torch and std."""
     plain = re.sub(r"^void |\(anonymous namespace\)::|at::native::|std::|c10::", "", name)
     return plain if len(plain) <= WIDTH else f"{plain[: WIDTH // 2]}...{plain[3 - WIDTH // 2 :]}"
+
+
+def longest_kernels(run: Callable[[], object], times: int = 4, most: int = 14) -> list[str]:
+    """Profile `times` runs on a GPU. Returns a line for each of the `most` longest kernels, with device time and number of
+    launches in one run, and a last line with the time of all kernels."""
+    found = record(run, times, torch.device("cuda"), True)
+    assert found is not None
+    lines = [f"    {1e3 * row.ms:9.1f} us {row.launches:6.1f} x {row.name[:100]}" for row in found.kernels[:most]]
+    return [*lines, f"    {1e3 * sum(row.ms for row in found.kernels):9.1f} us in all kernels"]

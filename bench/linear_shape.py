@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bench.files import add_files, write_files
 from bench.gemm import operand
+from bench.kernel_profile import longest_kernels
 from bench.linear import Failure, Line, Times, beside_peers, shape_of, show, show_peer, target_of, written
 from bench.linear_subjects import (
     ALL_FAST,
@@ -39,7 +40,6 @@ from bench.linear_subjects import (
     untuned,
 )
 from bench.quantize import copy_of, graph_of, replay
-from bench.where import longest_kernels
 from dlp.kernels import loader
 from dlp.kernels.gemms import GemmProblem
 from dlp.kernels.timing import device_ms, host_ms, parts_ms, sustained_ms

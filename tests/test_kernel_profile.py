@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.kernel_profile import Interval, group_of, record, show, tables
+from bench.kernel_profile import group_of, record, show, tables
+from launch.report.exposed_communication import Activity
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def test_kernels_are_grouped_by_name(name: str, group: str) -> None:
 
 
 def test_sums_and_times_alone_are_per_iteration() -> None:
-    found = tables([Interval("gemm", 0, 4000), Interval("nccl", 2000, 6000), Interval("gemm", 7000, 8000)], 2)
+    found = tables([Activity("gemm", 0, 4000), Activity("nccl", 2000, 6000), Activity("gemm", 7000, 8000)], 2)
     assert (found.wall, found.busy) == (4.0, 3.5)
     assert [(row.name, row.ms, row.alone, row.launches) for row in found.groups] == [
         ("GEMM", 2.5, 1.5, 1.0), ("comm", 2.0, 1.0, 0.5)

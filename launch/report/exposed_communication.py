@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import profiler
@@ -90,26 +90,31 @@ def exposure(activities: Iterable[Activity]) -> Exposure:
 
 
 def profiled(run: Callable[[], T], device: torch.device, trace: Path) -> tuple[T, Exposure]:
-    """Call `run` under torch's profiler, wait for the device, and write the trace to `trace`. Returns the result of `run`, and
-    the times."""
-    on_device = device.type == "cuda"
-    kinds = [profiler.ProfilerActivity.CPU] + [profiler.ProfilerActivity.CUDA] * on_device
+    """Call `run` under torch's profiler, and write the trace to `trace`. Returns the result of `run`, and the times."""
+    result, record = recorded(run, device)
+    record.export_chrome_trace(str(trace))
+    return result, exposure(activities(record, device))
+
+
+def recorded(run: Callable[[], T], device: torch.device) -> tuple[T, profiler.profile]:
+    """Call `run` under torch's profiler, and wait for the device. Returns the result of `run`, and the profile."""
+    kinds = [profiler.ProfilerActivity.CPU] + [profiler.ProfilerActivity.CUDA] * (device.type == "cuda")
     with profiler.profile(activities=kinds) as record:
         result = run()
-        if on_device:
+        if device.type == "cuda":
             torch.cuda.synchronize(device)
-    record.export_chrome_trace(str(trace))
-    return result, exposure(_activities(record.events(), on_device))
+    return result, record
 
 
-def _activities(events: Any, on_device: bool) -> list[Activity]:
+def activities(record: profiler.profile, device: torch.device) -> list[Activity]:
     """Return the kernels and memory copies of the GPU, without annotated ranges. On a CPU, return the ATen operators and the
     transfers."""
+    on_device = device.type == "cuda"
     device_type = torch.autograd.DeviceType.CUDA if on_device else torch.autograd.DeviceType.CPU
     seen = ("aten::", *TRANSFERS)
     return [
         Activity(event.name, event.time_range.start, event.time_range.end)
-        for event in events
+        for event in record.events() or []
         if event.device_type == device_type
         and (not getattr(event, "is_user_annotation", False) if on_device else event.name.startswith(seen))
         and event.name not in NO_WORK
