@@ -112,7 +112,7 @@ bench-linear: $(READY) ## one linear per recipe beside bf16 nn.Linear: ARGS="--s
 	$(NEEDS) ninja pybind11
 	@$(PYTHON) -m bench.linear $(ARGS)
 
-bench-comm: $(READY) ## time of gathers, sums and overlap beside bf16, on every GPU or RANKS=2 CPU ranks: ARGS="--only gather"
+bench-comm: $(READY) ## time of gathers and sums beside bf16, on every GPU or RANKS=2 CPU ranks: ARGS="--only gather"
 	$(NEEDS)
 	@exec env OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone \
 		--nproc-per-node $(or $(RANKS),$(if $(filter cuda,$(DEVICE)),gpu,2)) -m bench.collectives $(ARGS)

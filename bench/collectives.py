@@ -1,4 +1,4 @@
-"""Time of gathering an operand, of reducing a result, and of a pair of linears, compared with bf16 in the same run.
+"""Time of gathering an operand and of reducing a result, compared with bf16 in the same run.
 
     torchrun --nproc-per-node 4 -m bench.collectives [--sizes 8192x8192] [--only gather] [--json FILE] [--plot FILE]
 
@@ -7,8 +7,6 @@
     reduce    bf16 contributions [tokens, features] of each rank -> this rank's rows of their sum, in each wire format, by
               NCCL, and ("mapped") through memory that the GPUs map from each other; compared with torch's
               reduce_scatter in bf16
-    linear    forward and backward of a column- and a row-parallel linear, with overlap serial and chunked; compared with
-              bf16 and overlap serial
 
 Sizes are tokens of all ranks x features. Times are device times: the host queues all calls while a kernel keeps the device
 asleep. Variants alternate, inputs rotate, and the printed time is the median over repetitions of the slowest rank's time. On
@@ -65,8 +63,8 @@ class Line:
     kind, name, size    operation (a key of KINDS), variant, and tokens x features
     microseconds        time of the variant
     share               time relative to the baseline of this kind and size
-    megabytes           MB that a rank receives; 0 for a linear
-    bytes_share         bytes relative to bf16; 0 for a linear
+    megabytes           MB that a rank receives
+    bytes_share         bytes relative to bf16
     quantize_us         microseconds of the cast alone, which precedes the gather; None for the baseline and other kinds
     target              limit of `share`; None if no limit applies
     """
@@ -113,9 +111,9 @@ class Bench:
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / calls
 
-    def times(self, runs: Sequence[Run], calls: int | None = None) -> list[float]:
+    def times(self, runs: Sequence[Run]) -> list[float]:
         """Return the time of each run: the median over repetitions of the time of the slowest rank."""
-        rows = [[self.once(run, calls or self.calls) for run in runs] for _ in range(REPETITIONS + WARM)][WARM:]
+        rows = [[self.once(run, self.calls) for run in runs] for _ in range(REPETITIONS + WARM)][WARM:]
         slowest = torch.tensor(rows, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return [statistics.median(column) for column in slowest.t().tolist()]
@@ -206,39 +204,9 @@ def summed(moves: transport.Transport, y: Tensor, wire: collectives.ReduceCodec)
     return total
 
 
-def bench_linears(bench: Bench, tokens: int, features: int) -> list[Line]:
-    """Time forward and backward of a column-parallel linear K -> 2K and a row-parallel linear 2K -> K, in bf16 and
-    fp8_current, with overlap serial and chunked."""
-    size, lines = f"{tokens}x{features}", []
-    x = bench.inputs(tokens // bench.world, features)
-
-    def step(recipe: str, overlap: str) -> Run:
-        options: dict[str, Any] = {
-            "tp": bench.mesh, "sequence_parallel": True, "recipe": recipe, "overlap": overlap,
-            "device": bench.device, "dtype": torch.bfloat16,
-        }  # fmt: skip
-        up = dlp.ColumnParallelLinear(features, 2 * features, **options)
-        down = dlp.RowParallelLinear(2 * features, features, **options)
-
-        def run() -> None:
-            shard = x().requires_grad_()
-            down(up(shard)).backward(shard.detach())
-            for parameter in (shard, *up.parameters(), *down.parameters()):
-                parameter.grad = None
-
-        return run
-
-    variants = [(recipe, overlap) for recipe in ("bf16", "fp8_current") for overlap in ("serial", "chunked")]
-    times = bench.times([step(*variant) for variant in variants], calls=2)
-    for (recipe, overlap), took in zip(variants, times, strict=True):
-        lines.append(Line("linear", f"{recipe} {overlap}", size, took, took / times[0], 0, 0))
-    return lines
-
-
 KINDS: dict[str, Callable[[Bench, int, int], list[Line]]] = {
     "gather": bench_gathers,
     "reduce": bench_reductions,
-    "linear": bench_linears,
 }
 
 
