@@ -112,27 +112,10 @@ def _tensor_outputs(x: Tensor, columnwise: bool) -> dict[str, Tensor]:
     return out | ({"codes_t": torch.empty(cols, rows, dtype=E4M3, device="cuda")} if columnwise else {})
 
 
-def cast(x: Tensor) -> Launch:
-    out = _tensor_outputs(x, False)
-    job = TensorJob(x, amax=_scalar(5.0), **out)
-    return Launch(lambda: cuda.cast_tensor(job), (x, *out.values()))
-
-
-def cast_delayed(x: Tensor) -> Launch:
-    out = _tensor_outputs(x, False)
-    job = TensorJob(x, scale=_scalar(50.0), staging=_scalar(0), **out)
-    return Launch(lambda: cuda.cast_tensor(job), (x, *out.values()))
-
-
-def cast_transpose(x: Tensor) -> Launch:
-    out = _tensor_outputs(x, True)
-    job = TensorJob(x, amax=_scalar(5.0), **out)
-    return Launch(lambda: cuda.cast_tensor(job), (x, *out.values()))
-
-
-def cast_transpose_delayed(x: Tensor) -> Launch:
-    out = _tensor_outputs(x, True)
-    job = TensorJob(x, scale=_scalar(50.0), staging=_scalar(0), **out)
+def _tensor(x: Tensor, columnwise: bool = False, delayed: bool = False) -> Launch:
+    out = _tensor_outputs(x, columnwise)
+    scale = {"scale": _scalar(50.0), "staging": _scalar(0)} if delayed else {"amax": _scalar(5.0)}
+    job = TensorJob(x, **scale, **out)
     return Launch(lambda: cuda.cast_tensor(job), (x, *out.values()))
 
 
@@ -283,10 +266,10 @@ Make = Callable[[Tensor], Launch]
 KERNELS: dict[str, Make] = {
     "amax": amax,
     "amax, 32 in a launch": amax_batch,
-    "cast": cast,
-    "cast, delayed + amax": cast_delayed,
-    "cast + transpose": cast_transpose,
-    "cast + transpose, delayed + amax": cast_transpose_delayed,
+    "cast": _tensor,
+    "cast, delayed + amax": lambda x: _tensor(x, delayed=True),
+    "cast + transpose": lambda x: _tensor(x, columnwise=True),
+    "cast + transpose, delayed + amax": lambda x: _tensor(x, columnwise=True, delayed=True),
     "cast + transpose, many in a launch": cast_transpose_batch,
     "1x128 both": lambda x: _block(x, tile=False),
     "1x128 both, GEMM layout": lambda x: _block(x, tile=False, gemm_layout=True),
