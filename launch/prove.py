@@ -184,21 +184,15 @@ def bytes_of(config: Config, model: Any, mesh: DeviceMesh, case: MeshCase) -> Tr
 
 
 def fitting(meshes: Sequence[str], config: Config) -> Iterator[str]:
-    """Yield the names of the meshes. Raises ValueError if a mesh does not divide the sizes of the model or the sequence."""
-    model = config.family
+    """Yield the names of the meshes. Raises ValueError if the config cannot run on a mesh, for example if tp does not divide
+    the sizes of the model."""
     for name in meshes:
         case = MeshCase.parse(name)
-        for field in ("kv_heads", "heads", "ffn", "vocab"):
-            if getattr(model, field) % case.tp:
-                raise ValueError(
-                    f"mesh {name!r}: tp {case.tp} does not divide [model] {field} = {getattr(model, field)}; choose "
-                    f"meshes without it"
-                )
-        if config.train.sequence % (2 * case.cp) and case.cp > 1:
-            raise ValueError(
-                f"mesh {name!r}: cp {case.cp} needs sequences of a multiple of {2 * case.cp} tokens; [train] sequence is "
-                f"{config.train.sequence}; choose a multiple, or meshes without cp"
-            )
+        mesh = replace(config.mesh, tp=case.tp, cp=case.cp, sequence_parallel=case.sequence_parallel)
+        try:
+            replace(config, mesh=mesh)
+        except ValueError as error:
+            raise ValueError(f"mesh {name!r}: {error}; choose other meshes") from None
         yield name
 
 
