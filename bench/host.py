@@ -25,9 +25,9 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,8 @@ from dlp.kernels import loader
 LIMITS = {"alone": 2.0, "under FSDP2": 2.5}  # limits of `Line.ratio` for FP8 recipes, by table
 ROUNDS, COUNT, WARM = 61, 10, 3
 SHAPE = "x".join(map(str, TINY))
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,23 +98,24 @@ class Inside:
         self.seconds += time.perf_counter() - self._since
 
 
-def in_turns(turns: Mapping[str, Turn]) -> dict[str, list[tuple[float, float]]]:
-    """Run subjects in turn for ROUNDS rounds. Returns, for each subject and round, the microseconds that count and all
-    microseconds that the host needs to queue a run."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
+def in_turns(subjects: Mapping[str, S], rounds: int, one: Callable[[S], T]) -> dict[str, list[T]]:
+    """Measure subjects in turn, without the garbage collector. Returns, for each subject, the results of `one` by round; a
+    first round, which warms up, does not count."""
+    found: dict[str, list[T]] = {name: [] for name in subjects}
     gc.collect()
     gc.disable()
     try:
-        for _ in range(1 + ROUNDS):  # the first round is a warm-up
-            for name, turn in turns.items():
-                found[name].append(_one(turn))
+        for _ in range(1 + rounds):
+            for name, subject in subjects.items():
+                found[name].append(one(subject))
     finally:
         gc.enable()
-    return {name: times[1:] for name, times in found.items()}
+    return {name: results[1:] for name, results in found.items()}
 
 
-def _one(turn: Turn) -> tuple[float, float]:
-    """Time one turn of a subject, after WARM runs that warm up the device and the caches of the host."""
+def one_turn(turn: Turn) -> tuple[float, float]:
+    """Time one turn of a subject, after WARM runs that warm up the device and the caches of the host. Returns the microseconds
+    of a run that count, and all microseconds that the host needs to queue a run."""
     torch.cuda.synchronize()
     for _ in range(WARM):
         turn.run()
@@ -124,8 +127,13 @@ def _one(turn: Turn) -> tuple[float, float]:
     return counts * 1e6 / COUNT, whole * 1e6 / COUNT
 
 
+def measured(turns: Mapping[str, Turn]) -> list[Line]:
+    """Run subjects in turn, and return a line for each subject, including nn.Linear."""
+    return compared(in_turns(turns, ROUNDS, one_turn))
+
+
 def compared(found: Mapping[str, Sequence[tuple[float, float]]]) -> list[Line]:
-    """Return a line for each subject, including nn.Linear, from the results of `in_turns`."""
+    """Return a line for each subject, from the results of `one_turn` by round."""
     lines = []
     for recipe, times in found.items():
         ratios = [took / base for (took, _), (base, _) in zip(times, found[BASE], strict=True)]
@@ -150,8 +158,8 @@ def alone(recipes: Sequence[str]) -> list[Line]:
     subjects = {recipe: Subject(recipe, TINY) for recipe in (BASE, *recipes)}
     for subject in subjects.values():
         subject.iteration()
-    lines = compared(in_turns({name: Turn(subject.both) for name, subject in subjects.items()}))
-    boundaries = compared(in_turns({name: Turn(subject.boundary) for name, subject in subjects.items()}))
+    lines = measured({name: Turn(subject.both) for name, subject in subjects.items()})
+    boundaries = measured({name: Turn(subject.boundary) for name, subject in subjects.items()})
     lines = [replace(line, boundary=at.microseconds) for line, at in zip(lines, boundaries, strict=True)]
     for line in lines:
         show(line, LIMITS["alone"], line.boundary)
@@ -190,7 +198,7 @@ def under_fsdp2(recipes: Sequence[str]) -> list[Line]:
     print(
         f"\nhost under FSDP2, {SHAPE}: microseconds inside the layer, ratio, its quartiles, microseconds including FSDP2"
     )
-    lines = compared(in_turns({recipe: sharded(recipe) for recipe in (BASE, *recipes)}))
+    lines = measured({recipe: sharded(recipe) for recipe in (BASE, *recipes)})
     for line in lines:
         show(line, LIMITS["under FSDP2"], line.whole)
     return lines
@@ -215,7 +223,7 @@ def compiled(recipes: Sequence[str]) -> list[Line]:
             _compile(subject)
             for _ in range(3):  # in these runs the launches of both passes are captured
                 subject.iteration()
-        lines = compared(in_turns({name: Turn(subject.both) for name, subject in subjects.items()}))
+        lines = measured({name: Turn(subject.both) for name, subject in subjects.items()})
     for line in lines:
         show(line)
     return lines

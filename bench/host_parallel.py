@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import os
 import pstats
 import statistics
@@ -37,6 +36,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from torch.distributed.fsdp import fully_shard
 import dlp
 from bench.collectives import plain_gather, plain_reduce
 from bench.files import add_files, write_files
+from bench.host import in_turns
 from dlp.comm import transport
 from dlp.comm.mesh import init_process_group, shutdown
 from dlp.quant.recipe import names
@@ -208,24 +209,8 @@ def passes(subject: str, tokens: int, features: int, group: ProcessGroup, device
     return run
 
 
-def in_turns(
-    runs: Mapping[str, Run], rounds: int, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, list[float]]:
-    """Run functions in turn. Returns, for each function, the microseconds of a call by round; on a GPU, the time that the host
-    needs to queue a call."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(1 + rounds):  # the first round is a warm-up
-            for name, run in runs.items():
-                found[name].append(_microseconds(run, clock))
-    finally:
-        gc.enable()
-    return {name: times[1:] for name, times in found.items()}
-
-
-def _microseconds(run: Run, clock: Callable[[], float]) -> float:
+def microseconds(run: Run, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the microseconds of a call; on a GPU, the time that the host needs to queue a call."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     run()
@@ -274,14 +259,15 @@ def measure(
     assert real is not None
     transport.ask_for(real, device.type)
     moving = {name: passes(name, tokens, features, real, device) for name in subjects}
-    whole = ratios(in_turns(moving, rounds))
+    whole = ratios(in_turns(moving, rounds, microseconds))
     still = {  # subjects with FSDP send over the groups of a mesh, so they cannot run over `alone`
         name: moving[name] if name.endswith(FSDP) else passes(name, tokens, features, alone, device)
         for name in subjects
     }
     # Without GPUs the ranks share cores, so process time is measured instead of wall time
     on_gpu = device.type == "cuda"
-    host = ratios(in_turns(still, rounds, time.perf_counter if on_gpu else time.process_time))
+    clock = time.perf_counter if on_gpu else time.process_time
+    host = ratios(in_turns(still, rounds, partial(microseconds, clock=clock)))
     calls = {name: calls_of(run) for name, run in still.items()}
     return [
         Line(name, *whole[name], *host[name], calls[name], calls[name] / calls[baseline(name)]) for name in subjects

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import host as bench_host
-from bench.host import COUNT, ROUNDS, WARM, Inside, Turn, compared, in_turns
+from bench.host import COUNT, ROUNDS, WARM, Inside, Turn, compared, in_turns, one_turn
 from bench.linear_subjects import BASE
 
 
@@ -25,7 +25,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_turns_are_interleaved_without_the_garbage_collector() -> None:
     ran: list[tuple[str, bool]] = []
     turns = {name: Turn(lambda name=name: ran.append((name, gc.isenabled()))) for name in ("a", "b")}  # type: ignore[misc]
-    found = in_turns(turns)
+    found = in_turns(turns, ROUNDS, one_turn)
     assert [name for name, _ in ran[:: WARM + COUNT]] == ["a", "b"] * (1 + ROUNDS)
     assert not any(enabled for _, enabled in ran) and gc.isenabled()
     assert [len(times) for times in found.values()] == [ROUNDS] * 2
@@ -60,8 +60,7 @@ class Layer(nn.Module):
         return y
 
 
-def test_the_clock_runs_inside_the_layer_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_host, "ROUNDS", 1)
+def test_the_clock_runs_inside_the_layer_only() -> None:
     layer, x = Layer(), torch.ones(2, requires_grad=True)
     inside = Inside(layer)
 
@@ -71,7 +70,7 @@ def test_the_clock_runs_inside_the_layer_only(monkeypatch: pytest.MonkeyPatch) -
         y.register_hook(lambda grad: time.sleep(0.01))  # time in backward outside of the layer
         y.sum().backward()
 
-    ((counts, whole),) = in_turns({"layer": Turn(run, inside)})["layer"]
+    ((counts, whole),) = in_turns({"layer": Turn(run, inside)}, 1, one_turn)["layer"]
     assert 5000 < counts < 10_000 and whole > 25_000
 
 
