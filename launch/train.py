@@ -149,19 +149,16 @@ def start(config: Config, mesh: DeviceMesh, stop: StopFlag) -> tuple[Trainer, in
         built = build(config, mesh, device)
         run.say(built.dims.describe(mesh.device_type))
         run.say(str(built.plan).splitlines()[0])
-        for line in config.architecture.describe(config.mesh.tp):
-            run.say(line)
+        run.say(*config.architecture.describe(config.mesh.tp))
         run.say(attention_of(config, device_kind(mesh.device_type)).describe())
         if mesh.device_type == "cuda" and built.dims.tp > 1:
             run.say(f"transport: {transport.describe(TP, mesh[TP].get_group())}")
-        for line in (describe_graph(config, mesh.device_type), *describe_compilation(config.train)):
-            run.say(line)
+        run.say(describe_graph(config, mesh.device_type), *describe_compilation(config.train))
         load = wire_bytes.workload(config, mesh.size(), built.accumulation.reductions)
         slow = wire_bytes.warn_of_tp(built.plan, load, config.train.optimizer, ranks_of_host())
         gradients = wire_bytes.describe_gradients(built.plan, load, built.accumulation)
         averages = describe_optimizer(config, built.plan, built.dims.shards)
-        for line in (*slow, *gradients, *averages, *map(str, built.swaps), describe_saves(config.checkpoint)):
-            run.say(line)
+        run.say(*slow, *gradients, *averages, *map(str, built.swaps), describe_saves(config.checkpoint))
         trainer = Trainer(config, built, run, stop)
         if device.type == "cuda" and run.leader:  # only rank 0 logs the prediction; the call has no collectives
             trainer.recorder.predicted = predict_here(config, built, mesh, run)

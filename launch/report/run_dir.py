@@ -50,11 +50,12 @@ class RunDir:
         if self._claim.remark is not None:
             self.say(self._claim.remark)
 
-    def say(self, text: str) -> None:
-        """Write a message to the log of this rank; rank 0 also prints it."""
-        self._write(f"{time.strftime('%H:%M:%S')} {text}\n")
-        if self.leader:
-            print(text, flush=True)
+    def say(self, *texts: str) -> None:
+        """Write messages to the log of this rank; rank 0 also prints them."""
+        for text in texts:
+            self._write(f"{time.strftime('%H:%M:%S')} {text}\n")
+            if self.leader:
+                print(text, flush=True)
 
     def describe(self, what: str, numbers: dict[str, Any]) -> None:
         """Write diagnostic statistics to log/{what}-rank{N}.json."""

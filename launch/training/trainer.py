@@ -111,8 +111,7 @@ class Trainer:
         self.train_data = TokenStream(self.shards.train, split="train", seed=train.seed, **settings)
         self.validation_data = TokenStream(self.shards.validation, split="validation", seed=0, **settings)
         run.say(check_data((*self.shards.train, *self.shards.validation)))
-        for line in self.train_data.describe(train.steps):
-            run.say(line)
+        run.say(*self.train_data.describe(train.steps))
         self.update = Update(built.model, built.optimizer, train, built.device)
         self.state = save_load.Training(
             built.model, built.optimizer, self.train_data, built.device, config.architecture.settings,
@@ -147,8 +146,7 @@ class Trainer:
         self.starts_a_lineage = path.resolve().parent != self.run.checkpoints.resolve()
         loaded = save_load.load(path, self.state)
         self.run.say(f"resuming from step {loaded.step} ({path})")
-        for remark in (*loaded.remarks, *rate_remarks(loaded.step, loaded.config, self.config.train)):
-            self.run.say(remark)
+        self.run.say(*loaded.remarks, *rate_remarks(loaded.step, loaded.config, self.config.train))
         return loaded.step
 
     def start_from_weights(self) -> None:
@@ -160,8 +158,7 @@ class Trainer:
         opened, remarks = weights_only.load(path, self.built.model, self.state.settings)
         data = str(self.shards.train[0].path.parent)
         weights_only.check_tokenizer(path, opened.manifest, data, self.shards.tokenizer)
-        for remark in (f"weights from {path}", *remarks):
-            self.run.say(remark)
+        self.run.say(f"weights from {path}", *remarks)
 
     def place(self) -> Place:
         """Return the current place of this rank, for `HangWatch`."""
@@ -376,7 +373,7 @@ class Trainer:
         loss /= self.built.dims.tp  # every tp rank contributed the same loss
         self.took = seconds = (step.ended or time.perf_counter()) - step.began
         if flagged or not (math.isfinite(loss) and math.isfinite(norm)):
-            self.say_remarks(step)
+            self.run.say(*step.remarks)
             self.replays.drop()  # running the step again needs the memory that the graph has reserved
             names, steps = self.recipes.flags.names, self.recipes.steps
             with self.slowly("locating non-finite values"):
@@ -397,11 +394,8 @@ class Trainer:
                 f"{limit:.4g}, {self.config.train.skip_spikes:g} times the median ({self.skipped} skipped since the "
                 f"start)"
             )
-        self.say_remarks(step)
+        self.run.say(*step.remarks)
         self.wants_stop = wishes > 0
-
-    def say_remarks(self, step: Step) -> None:
-        self.say(step.remarks)
 
     def repeat(self, step: int) -> None:
         """Run forward and backward of a step again for diagnosis. Gradients are not cleared."""
@@ -428,11 +422,7 @@ class Trainer:
     def save(self, step: int, final: bool = False) -> None:
         """Save a checkpoint. `final`: the run ends after this save. Raises SaveError on all ranks."""
         with self.slowly("saving"), self.stop.saving():
-            self.say(self.saver.save(step, final))
-
-    def say(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.run.say(line)
+            self.run.say(*self.saver.save(step, final))
 
     def loop(self, done: int) -> tuple[int, float]:
         """Train after `done` completed steps; return the number of completed steps (fewer than `[train] steps` after SIGTERM)
@@ -470,7 +460,7 @@ class Trainer:
             if saves or (self.wants_stop and not config.checkpoint.none):
                 self.save(done, final=done == steps or self.wants_stop)
         with self.slowly("saving"), self.stop.saving():
-            self.say(self.saver.settle(final=True))  # a save may be in flight if the last step has no checkpoint
+            self.run.say(*self.saver.settle(final=True))  # a save may be in flight if the last step has no checkpoint
         return done, loss
 
     def tell_recipes(self, current: Step) -> bool:
@@ -505,7 +495,7 @@ class Trainer:
                 done, loss = self.loop(done) if done < steps else (done, self.validate())
         except NotFinite:
             try:
-                self.say(self.saver.settle(final=False))
+                self.run.say(*self.saver.settle(final=False))
             except SaveError as error:
                 self.run.say(f"WARNING: {error}")
             raise

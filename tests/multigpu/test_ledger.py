@@ -44,7 +44,7 @@ def steps(config: Config, count: int = WARM + 1) -> Trainer:
     """Train `count` steps and return the trainer. Raises if counted and planned bytes differ."""
     made, _ = training.trainer(config)
     for step in range(count):
-        made.say_remarks(made.watched_step(step))
+        made.run.say(*made.watched_step(step).remarks)
     assert made.wire.seen().sent
     return made
 
