@@ -27,7 +27,6 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -48,6 +47,7 @@ from launch.config.groups import SCHEMA
 from launch.config.rules import validate_world
 from launch.config.run_config import Config, command_line
 from launch.ranks.process_exit import refuse
+from launch.report.recorder import Stopwatch
 from launch.settings import overrides
 from launch.settings.schema import ConfigError, check, integer, setting
 from launch.train import make_mesh
@@ -132,18 +132,18 @@ def measure(
     micro = validate_world(config, mesh.size()).micro
     shape = (micro, config.own_sequence + 1)
     text = [torch.randint(0, config.family.vocab, shape, generator=generator).to(device) for _ in range(2)]
-    losses, times = [], []
+    losses, watch = [], Stopwatch(device)
     for i in range(warmup + steps):
         if i == warmup:
             _synchronize(device)
             dist.barrier()
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-        times.append(_mark(device))
+            watch = Stopwatch(device)
         losses.append(step(text[i % 2][:, :-1], text[i % 2][:, 1:]))
-    times.append(_mark(device))
+        watch.lap(str(i))
     _synchronize(device)
-    seconds = statistics.median(_between(a, b) for a, b in zip(times[warmup:-1], times[warmup + 1 :], strict=True))
+    seconds = statistics.median(watch.split().values())
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
@@ -165,19 +165,6 @@ def give_back(device: torch.device) -> float:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated() / 2**30
-
-
-def _mark(device: torch.device) -> float | torch.cuda.Event:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(a: float | torch.cuda.Event, b: float | torch.cuda.Event) -> float:
-    """Return the seconds between two results of `_mark`."""
-    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3  # type: ignore[operator,arg-type]
 
 
 def _synchronize(device: torch.device) -> None:
