@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import multiprocessing
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dlp
+from bench.ranks import start
 from dlp import ops
 
 PACKAGE = Path(dlp.__file__).parent
@@ -185,10 +184,8 @@ def listing(trace: Trace) -> Iterator[str]:
         yield f"    {path:38} {', '.join(functions)}"
 
 
-def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
+def run_rank(rank: int, ranks: int, options: argparse.Namespace) -> None:
     """Body of one of the two processes; rank 0 prints."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD)
     found = traces()
     if rank == 0:
         text = table({name: figures(trace) for name, trace in found.items()})
@@ -198,7 +195,6 @@ def run_rank(rank: int, store: str, options: argparse.Namespace) -> None:
         if options.write:
             write(text)
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -206,14 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the table into docs/architecture.md")
     parser.add_argument("--list", action="store_true", help="print the functions of every trace")
     options = parser.parse_args(arguments)
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=run_rank, args=(rank, f"{folder}/store", options)) for rank in range(WORLD)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-    return max(abs(rank.exitcode or 0) for rank in ranks)
+    start(run_rank, WORLD, options)
+    return 0
 
 
 if __name__ == "__main__":
