@@ -1,6 +1,6 @@
 """Measure speeds of this GPU; `launch.train --plan` and `launch.advise` predict seconds per step from these speeds.
 
-    python -m launch.measure --board h100 --overlap-table h100-2.json --out launch/estimate/tables/h100.json
+    python -m launch.measure --overlap-table h100-2.json --out launch/estimate/tables/h100.json
     torchrun --nproc-per-node 2 -m launch.measure ...     also measures the bandwidth of NCCL between the ranks
 
 First write the overlap table with `python -m dlp.parallel.tune`; that table holds the times of GEMMs and of mapped memory. This
@@ -28,7 +28,6 @@ from torch import Tensor
 from dlp.comm.mesh import shutdown, world_size
 from dlp.kernels import timing
 from dlp.parallel import auto
-from launch.common.devices import BOARDS
 
 MEGABYTE = 2**20
 LARGE = 1024 * MEGABYTE  # bytes of the tensors that bandwidths are measured on
@@ -140,7 +139,7 @@ def nccl_bandwidth(device: str, nbytes: int) -> float:
     return own.numel() * (world_size() - 1) / seconds
 
 
-def measure(board: str, overlap_table: str, device: str, nbytes: int = LARGE) -> dict[str, Any]:
+def measure(overlap_table: str, device: str, nbytes: int = LARGE) -> dict[str, Any]:
     """Return the content of a file of `launch/estimate/tables`."""
     update, norm = optimizer_bandwidths(device, nbytes)
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -167,9 +166,6 @@ def measure(board: str, overlap_table: str, device: str, nbytes: int = LARGE) ->
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="launch.measure", description="Measure the speeds of this GPU.")
     parser.add_argument(
-        "--board", choices=sorted(BOARDS), required=True, help="kind of GPU, named as in --plan --device"
-    )
-    parser.add_argument(
         "--overlap-table", required=True, help="name of a file in dlp/parallel/tables, written by dlp.parallel.tune"
     )
     parser.add_argument("--out", type=Path, required=True, help="file to write")
@@ -182,7 +178,7 @@ def main(arguments: Sequence[str]) -> None:
     if world_size() > 1:
         dist.init_process_group("nccl")
         torch.cuda.set_device(dist.get_rank())
-    found = measure(options.board, options.overlap_table, "cuda")
+    found = measure(options.overlap_table, "cuda")
     if world_size() == 1 or dist.get_rank() == 0:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
         print(f"written to {options.out}; compare predicted and measured steps with python -m bench.predict")

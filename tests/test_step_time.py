@@ -180,12 +180,12 @@ def test_boards_are_found_by_the_name_of_a_device():
 
 
 def test_measured_rates_have_the_form_of_a_table():
-    found = measure.measure("h200", "h200-2.json", "cpu", 1 << 16)
+    found = measure.measure("h200-2.json", "cpu", 1 << 16)
     shipped = json.loads((TABLES / "h200.json").read_text())
     assert found.keys() == shipped.keys()
     assert found["attention"][0].keys() == shipped["attention"][0].keys()
     with pytest.raises(ValueError, match="expected a GPU"):
-        measure.main(["--board", "h200", "--overlap-table", "h200-2.json", "--out", "x.json"])
+        measure.main(["--overlap-table", "h200-2.json", "--out", "x.json"])
 
 
 def test_replicas_of_a_host_contain_the_ranks_of_cp():

@@ -125,8 +125,8 @@ def rates_of(board: str) -> Rates:
     path = TABLES / f"{board}.json"
     if not path.exists():
         raise ValueError(
-            f"no table of step times for {board!r}; dlp ships those of {', '.join(boards())}: name one of these, or measure "
-            f"one with python -m launch.measure --board {board}"
+            f"no table of step times for {board!r}; dlp ships those of {', '.join(boards())}: name one of these, or write "
+            f"{path} with python -m launch.measure"
         )
     found = json.loads(path.read_text())
     times = auto.load(auto.TABLES / found.pop("overlap_table"))
