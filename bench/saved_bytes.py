@@ -8,7 +8,6 @@ the step boundary casts from parameters. Tensors are fake, so that nothing is al
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dlp.parallel.linear.modules import Linear
 from dlp.quant import recipe as recipes
+from launch.common.program import run_program
 from launch.config.run_config import Config, command_line, make_parser
 from launch.models.modules import DTYPES
 from launch.models.settings import Model
@@ -90,7 +90,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(str(error))
+    run_program(main)

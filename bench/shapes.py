@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from dlp.parallel.style import shard_sizes
 from dlp.quant.gemm import DECODES, decoded_dtype
 from dlp.quant.recipe import GEMM_OPERANDS, GEMMS
 from dlp.quant.tensor import Format
+from launch.common.program import run_program
 from launch.config.rules import validate_world
 from launch.config.run_config import Config, command_line, count, make_parser
 from launch.models.modules import DTYPES
@@ -217,7 +217,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -9,13 +9,13 @@ extrapolates seconds and bytes to the number of blocks of the config, since both
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP
 from dlp.parallel.model.plan import table
 from launch.common.devices import BOARDS
+from launch.common.program import run_program
 from launch.common.units import said_bytes
 from launch.config.run_config import Config, ConfigError, command_line, count, load, make_parser
 from launch.estimate.few_blocks import Extended
@@ -176,7 +176,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_program(main)

@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +25,7 @@ from tqdm import tqdm
 
 from dlp.flows.compressed import quantization_config
 from launch.common.atomic_io import new_folder
+from launch.common.program import run_program
 from launch.common.units import said_bytes
 from launch.config.run_config import count, from_text
 from launch.models.families import EMBEDDING, HEAD, UNREAD
@@ -300,7 +300,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from tqdm import tqdm
 from dlp import Context
 from dlp.comm.mesh import shutdown
 from dlp.parallel.model.embedding import IGNORED
+from launch.common.program import run_program
 from launch.config.run_config import count
 from launch.data.sources import Data, described, open_sources
 from launch.data.token_stream import TokenStream
@@ -112,7 +112,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlp.comm.mesh import CP, DP_REPLICATE, DP_SHARD, TP, shutdown, world_size
+from launch.common.program import run_program
 from launch.config.run_config import count
 from launch.data.documents import has_rows, rows
 from launch.data.tokenizer import Text, Tokenizer, add_options, open_tokenizer
@@ -283,7 +283,4 @@ def described(found: Written, prompt: Tensor, tokenizer: Tokenizer, asked: int) 
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -11,7 +11,6 @@ lm_eval: a document is scored in windows (`rolling_windows`), and a context is t
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from dlp.comm.mesh import shutdown
 from launch.common.optional_packages import need
+from launch.common.program import run_program
 from launch.config.run_config import count
 from launch.data.tokenizer import Tokenizer, add_options, open_tokenizer
 from launch.evaluate import as_asked
@@ -158,7 +158,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -28,6 +28,7 @@ from torch import Tensor
 from dlp.comm.mesh import shutdown, world_size
 from dlp.kernels import timing
 from dlp.parallel import auto
+from launch.common.program import run_program
 
 MEGABYTE = 2**20
 LARGE = 1024 * MEGABYTE  # bytes of the tensors that bandwidths are measured on
@@ -187,7 +188,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_program(main)

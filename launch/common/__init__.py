@@ -1,1 +1,1 @@
-"""General helpers: atomic files, tables of GPUs, units in messages, optional packages."""
+"""General helpers: atomic files, tables of GPUs, units in messages, optional packages, main functions."""

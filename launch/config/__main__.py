@@ -7,9 +7,10 @@ python -m launch.config --docs                                 prints docs/confi
 import sys
 from collections.abc import Sequence
 
+from launch.common.program import run_program
 from launch.config.groups import SCHEMA
 from launch.config.run_config import command_line, make_parser, to_toml
-from launch.settings.schema import ConfigError, markdown_table
+from launch.settings.schema import markdown_table
 
 DOCS = """\
 # Configuration
@@ -53,7 +54,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -5,12 +5,12 @@ python -m launch.data inspect SHARD_OR_FOLDER
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from launch.common.program import run_program
 from launch.data.documents import has_rows, is_text, list_files, looks_like_rows
 from launch.data.prepare import check_share, prepare
 from launch.data.shard import Shard, open_shard, verify
@@ -93,7 +93,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+    run_program(main)
