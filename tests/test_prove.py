@@ -120,7 +120,9 @@ def test_a_config_is_shrunk_with_the_same_divisibility():
     assert model.heads % model.kv_heads == 0 and model.ffn % 256 == 0 and model.vocab % 16 == 0
     assert not config.train.compile and config.train.optimizer == "adamw"
     assert any("optimizer" in remark for remark in remarks) and any("compile" in remark for remark in remarks)
-    with pytest.raises(ValueError, match="'tp16': .*tp: expected a divisor of \\[model\\] heads = 8, got 16; choose"):
+    with pytest.raises(
+        ValueError, match="'tp16': .*tp: expected a divisor of \\[model\\] heads = 8, got 16; choose other meshes"
+    ):
         list(prove.fitting(["tp16"], config))
     with pytest.raises(
         ValueError, match="'cp3': .*cp: expected a divisor of half of \\[train\\] sequence = 64, .*, got 3;"
