@@ -46,7 +46,7 @@ class Shape:
         return "x".join(str(size) for size in (self.features, self.inner, self.heads, self.kv_heads) if size)
 
     def problems(self, tokens: int, recipe: str) -> list[Problem]:
-        """Return the column- and row-parallel linears of a shape, siblings as one problem."""
+        """Return a `Problem` for each column- and row-parallel linear of this shape; siblings share one problem."""
         made, head = recipes.load(recipe), self.features // self.heads if self.heads else 0
         columns, rows = [(self.inner,) * (2 if self.heads else 1)], [self.inner]
         if self.heads:

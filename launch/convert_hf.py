@@ -193,10 +193,10 @@ def export(
     model = reader.model()
     parameters = parameters_of(model)
     if over := sorted(reader.names() - parameters.keys()):
-        tied = ", whose manifest ties the head to the embedding," if model.tie_embeddings else ""
+        tied = " (tied head)" if model.tie_embeddings else ""
         raise ValueError(
-            f"{checkpoint}: the checkpoint has a tensor {over[0]}, but its model{tied} has no such parameter, so the tensor "
-            f"would be lost; use a checkpoint whose files and manifest are of the same run"
+            f"{checkpoint}: the checkpoint has a tensor {over[0]}, but the model of its manifest{tied} has no such "
+            f"parameter, so the tensor would be lost; use a checkpoint whose files and manifest come from the same run"
         )
     dtype = dtype or _one_dtype(reader.dtypes(parameters))
     coded = coded_linears(reader, model) if codes else {}

@@ -197,8 +197,8 @@ def graph(under: str) -> dict[str, set[str]]:
     return edges
 
 
-def circles(edges: Graph) -> list[set[str]]:
-    """The sets of modules that import each other in a circle, the largest set first."""
+def cycles(edges: Graph) -> list[set[str]]:
+    """The sets of modules that import each other in a cycle, the largest set first."""
     reach = {module: reached(edges, module) for module in edges}
     sets = {frozenset(other for other in reach[module] if module in reach[other]) for module in edges}
     return sorted((set(each) for each in sets if each), key=len, reverse=True)
@@ -216,7 +216,7 @@ def reached(edges: Graph, module: str) -> set[str]:
 
 
 def longest_chain(edges: Graph) -> list[str]:
-    """The longest chain of modules in which each module imports the next. Raises CycleError if there are circles."""
+    """The longest chain of modules in which each module imports the next. Raises CycleError if there are cycles."""
     chains: dict[str, list[str]] = {}
     for module in TopologicalSorter(edges).static_order():
         chains[module] = [module, *max((chains[target] for target in edges[module]), key=len, default=[])]
@@ -224,9 +224,9 @@ def longest_chain(edges: Graph) -> list[str]:
 
 
 def test_no_file_imports_one_that_imports_it():
-    """Without circles, each module of dlp and launch can be the first module that is imported."""
-    found = circles(graph("dlp")) + circles(graph("launch"))
-    assert not found, "\n".join(", ".join(sorted(circle)) for circle in found)
+    """Without import cycles, any module of dlp and launch can be imported first."""
+    found = cycles(graph("dlp")) + cycles(graph("launch"))
+    assert not found, "\n".join(", ".join(sorted(cycle)) for cycle in found)
 
 
 def test_dlp_parallel_is_a_house_of_few_floors():
@@ -264,9 +264,9 @@ def test_the_architecture_says_these_limits():
     )
 
 
-def test_a_circle_and_a_chain_are_found():
+def test_a_cycle_and_a_chain_are_found():
     edges = {"a": {"b"}, "b": {"c", "d"}, "c": {"b"}, "d": set()}
-    assert circles(edges) == [{"b", "c"}]
+    assert cycles(edges) == [{"b", "c"}]
     with pytest.raises(CycleError):
         longest_chain(edges)
     assert longest_chain(edges | {"c": {"d"}}) == ["a", "b", "c", "d"]
@@ -348,11 +348,11 @@ def test_an_allowed_import_is_not(module, source):
 
 
 if __name__ == "__main__":
-    parallel, found = graph("dlp.parallel"), circles(graph("dlp"))
+    parallel, found = graph("dlp.parallel"), cycles(graph("dlp"))
     print(f"{len(parallel)} files with code in dlp/parallel (at most {FILES})")
-    for circle in found:
-        print(f"circle of {len(circle)}:", *sorted(circle), sep="\n  ")
-    if not circles(parallel):
+    for cycle in found:
+        print(f"cycle of {len(cycle)}:", *sorted(cycle), sep="\n  ")
+    if not cycles(parallel):
         steps = longest_chain(parallel)
         print(f"longest chain of {len(steps)} (at most {FLOORS}):", *steps, sep="\n  ")
 

@@ -138,8 +138,8 @@ def test_an_extra_input_that_an_op_keeps_is_not_written_to(kept: str, recipe: st
 
 
 def test_a_gemm_does_not_add_into_what_it_reads():
-    """If x is also the extra input, the GEMM would read values that it has already overwritten. The sum is therefore a
-    separate op, which rounds once more."""
+    """If x is also the extra input, a GEMM that adds into it would read values that it has already overwritten. The sum is
+    therefore a separate op, which rounds once more."""
     model, x = ops.Sequential(ops.Linear(H, H), ops.AddExtraInput(in_place=True)), values(0).bfloat16()
     with torch.no_grad():
         once, twice = model(x, x.clone()), model[0](x) + x

@@ -26,7 +26,7 @@ from launch.data.prepare import prepare
 from launch.data.shard_index import INDEX
 from launch.data.sources import open_data
 from launch.data.tokenizer import BYTES, open_tokenizer
-from tests.refusals import must_raise, refuses
+from tests.refusals import must_raise
 
 WORDS = "the cat sat on a mat and saw one dog"
 ROWS = [f"{word} number {number}" for number, word in enumerate(WORDS.split() * 20)]
@@ -317,9 +317,8 @@ def test_of_two_preparations_of_a_folder_the_last_is_refused(tmp_path: Path, mon
         write(*given)
 
     monkeypatch.setattr(preparing, "write_index", second_begins)
-    with pytest.raises(ValueError) as caught:
-        main(asked)
-    assert str(caught.value) == f"{out}: another process has created this folder in the meantime; choose another folder"
+    refusal = f"{out}: another process has created this folder in the meantime; choose another folder"
+    assert must_raise(ValueError, main, asked) == refusal
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
     assert sorted(path.name for path in out.iterdir()) == [INDEX, "train-00000.shard", "validation-00000.shard"]
 

@@ -151,7 +151,8 @@ class Run:
             time.sleep(0.02)
 
     def end(self, seconds: float = LONG) -> tuple[int | None, str]:
-        """Wait until every process has ended; return exit code and output."""
+        """Wait at most `seconds` for the program; return exit code and output. Processes of its session that are left are
+        killed, and the test fails."""
         self.process.join(seconds)
         left = subprocess.run(["pgrep", "-s", str(self.process.pid)], capture_output=True, text=True).stdout.split()
         for pid in map(int, left):

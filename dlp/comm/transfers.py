@@ -184,7 +184,7 @@ class Exchange:
     def send_all(self, parts: Sequence[Tensor], *, own: bool = True) -> Pending[Parts]:
         """Send chunk j of each part [R, ...] to rank j. `own`: also copy this rank's chunk to `arrived`.
 
-        The observer counts one record per peer, with the bytes of `collectives.all_to_all`."""
+        The observer counts for each peer the bytes that `collectives.all_to_all` sends to one rank."""
         transport, first = self._transport, parts[0]
         whole = (
             torch.empty(record(parts) // first.itemsize, dtype=first.dtype, device="meta")

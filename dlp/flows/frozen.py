@@ -41,7 +41,7 @@ from dlp.quant.tensor import Format, QuantizedTensor, Shape
 Mode = Literal["weight_only", "dynamic", "static"]
 SCALE = "scale"  # x_scale, y_scale: multiplier of a static cast to E4M3, a buffer of `calibrate` and an entry of saved codes
 RANGE = "range"  # x_range, y_range: smallest and largest value, a buffer of `calibrate`
-AMAX = "amax"  # x_amax, y_amax: amax or range of a static cast, an entry of saved codes
+AMAX = "amax"  # x_amax, y_amax: entry of saved codes, the amax or range of `StaticScaling`
 
 
 @dataclass(frozen=True)

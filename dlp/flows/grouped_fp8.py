@@ -73,7 +73,7 @@ class _Collected:
     def _collect(
         self, spec: LinearSpec, reduce: Any, operands: Sequence[Any], gemms: Sequence[Gemm], dtype: torch.dtype
     ) -> Tensor:
-        """Run in place of `token_gemm`: add the operands to `gemms`, and return a result on the meta device."""
+        """Replacement of `token_gemm`: add the operands to `gemms`, and return an empty result on the meta device."""
         (a,), (gemm,) = operands, gemms
         self.gemms.append((a, gemm))
         return torch.empty(a.shape[0], gemm.b.shape[0], dtype=gemm.out_dtype, device="meta")

@@ -1,9 +1,9 @@
-"""Amaxes and casts of both gradients of a gated activation act(gate) * up, by kernels that read dh, gate and up once and do not
-store the gradients, or by two separate operations with the same bits.
+"""Amaxes and casts of the gradients dgate and dup of a gated activation h = act(gate) * up, given dh. A kernel reads dh, gate
+and up once and does not store the gradients. Without a kernel, two separate operations give bitwise equal results.
 
     amax_gate_grads               max |dgate| and max |dup|
-    cast_gate_grads_fp8_tensor    `cast_fp8_tensor_both` of both gradients
-    cast_gate_grads_fp8_block     `cast_fp8_block_both` of both gradients
+    cast_gate_grads_fp8_tensor    `cast_fp8_tensor_both` of dgate and of dup
+    cast_gate_grads_fp8_block     `cast_fp8_block_both` of dgate and of dup
 
 Kernels exist for SwiGLU in bf16, in complete tiles of 128 x 128.
 """

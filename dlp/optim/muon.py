@@ -88,12 +88,12 @@ def muon_groups(model: nn.Module, *, weight_decay: float = 0.0) -> list[dict[str
 class Muon(ScaledOptimizer):
     """Muon (orthogonalized momentum) for matrices, AdamW for other parameters, also for sharded parameters.
 
-    A step divides gradients by `grad_scale`, and changes nothing if `found_inf` is 1, as in torch's fused AdamW. Both
-    are fp32 [] tensors.
+    A step divides gradients by the attribute `grad_scale`, and changes nothing if the attribute `found_inf` is 1, as in torch's
+    fused AdamW. Both are fp32 [] tensors.
 
     Args:
-        groups: groups of parameters, for example from `dlp.optim.muon_groups`. A group with `matrices` true holds 2-D
-            parameters for Muon, other groups hold parameters for AdamW.
+        groups: groups of parameters, for example from `dlp.optim.muon_groups`. Muon updates the groups with `matrices` true,
+            whose parameters are 2-D; AdamW updates the other groups. `weight_decay` of a group is 0 by default.
         lr: number, or tensor on the device.
         betas: decay rates of the averages of AdamW. The momentum of Muon is always 0.95.
         eps: number added to the denominator of AdamW.

@@ -432,7 +432,7 @@ def cast(
     """Cast values [rows, columns] of the plan's tensor, one value for each of `members`, with one amax agreement for all.
 
     get_context   function that returns the `CastContext` of a value
-    record        whether amaxes count for delayed scales
+    record        whether amaxes are recorded for delayed scales
     into          storage of `operand_shape` for the operands of a single value; None for an orientation: the cast
                   allocates
     """

@@ -213,9 +213,8 @@ class ScalingState:
         """Drop cached views and masks, and the records of earlier forwards."""
         self._views: dict[str, ScaleSlot] = {}  # name -> cached views of the table
         self._masks: dict[tuple[bool, ...], Tensor] = {}  # mask of slots -> the same mask as a tensor, bool [slots]
-        self._held: dict[
-            Hashable, ForwardScales
-        ] = {}  # records of forwards that ran with the current scales, by `behind`
+        # Scales of the forwards since the last change of scales, by the argument `behind` of `hold`
+        self._held: dict[Hashable, ForwardScales] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or pickle, without cached views and without records of forwards."""

@@ -157,8 +157,8 @@ def _positions(given: Mapping[str, Any], family: Family) -> tuple[float, dict[st
     theta = _one(given, "rope_theta", default=THETA)
     if nested := [key for table in tables for key, value in table.items() if isinstance(value, dict)]:
         raise ValueError(
-            f"{' and '.join(TABLES)}: {', '.join(nested)} have separate settings of positions, but models here have "
-            f"one setting for all layers; choose another model"
+            f"{' and '.join(TABLES)}: separate RoPE parameters for {', '.join(nested)}, but models here have one set of RoPE "
+            f"parameters for all layers; choose another model"
         )
     kind = _one(given, "rope_type", "type", beside=False)
     keys = sorted({*tables[0], *tables[1]} - {"rope_theta", "partial_rotary_factor", "rope_type", "type"})

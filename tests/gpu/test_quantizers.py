@@ -36,7 +36,7 @@ def slot(device: str) -> ScaleSlot:
 
 
 def at(x: Tensor, device: str) -> tuple[Origin, Origin]:
-    """Return the origins (position in the unsharded tensor, random state) of x and of x.t()."""
+    """Return two fixed origins (position in the unsharded matrix, random state), for the casts of x and of x.t()."""
     counter = torch.tensor(11, device=device)
     return Origin(7, 32, 900, 999, 1, 2, counter), Origin(5, 48, 999, 900, 1, 2, counter, 1)
 

@@ -469,8 +469,8 @@ def test_a_head_that_was_added_is_named_with_what_will_fail(ranks):
 
 
 def clipped(mesh: Any) -> tuple[list[float], list[Tensor], str]:
-    """Return the norms and the clipped gradients of a model whose parameters are DTensors, except in a plain head; and
-    the error of torch's clip function. mesh: None: run the model in plain torch, without an error."""
+    """Return gradient norms, clipped gradients and the error of torch's clip function, for a model of DTensors with a
+    head of plain tensors. If `mesh` is None, the model is plain torch, and the error is ""."""
     torch.manual_seed(4)
     model, head = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), nn.Linear(SIZE, 4)
     model, head = model.to(worker.device()), head.to(worker.device())

@@ -76,8 +76,8 @@ def test_every_recipe_sends_what_its_plan_says_and_gathers_its_share_of_bf16(ran
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", few(BY_SCALES, ("nvfp4",)))
 def test_every_recipe_gathers_its_share_of_weights_over_dp_shard(ranks, tmp_path, data, recipe):
-    """The test counts bytes without the embedding, the head and the norms. Shards have complete blocks in every
-    recipe."""
+    """Bytes of the embedding, the head and the norms are not counted. `hidden` is 256, so that each shard consists of
+    complete scaling blocks in every recipe."""
     wide = [option.replace("hidden=128", "hidden=256").replace("head_dim=32", "head_dim=64") for option in WHOLE_BLOCKS]
     config = training.config(
         tmp_path, data, "--groups.default.recipe", recipe, *wide, *OVER_DP, "--train.micro_batch=4"

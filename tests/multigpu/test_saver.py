@@ -26,7 +26,7 @@ FSDP = ["--mesh.tp=1", "--recipe=fp8_delayed"]
 
 
 def run_with_slow_disk(config: Config, seconds: float) -> None:
-    """Train a complete run in which each save begins to write `seconds` late, when the next steps have run."""
+    """Train a complete run in which each save starts writing after `seconds`, so that the next steps run before."""
     write = save_load.write
 
     def slow(*given: Any) -> Any:

@@ -197,7 +197,7 @@ def test_on_one_rank_in_bf16(ranks, device_type: str, architecture: str, tmp_pat
 
 
 @pytest.mark.ranks(2)
-# test_groups_for.py compares steps on FSDP ranks with torch, and another test of this file resumes a run on FSDP ranks
+# full: test_groups_for.py compares FSDP steps with torch, and another test of this file resumes a run on FSDP ranks
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", some(ARCHITECTURES, FEW[:1]))

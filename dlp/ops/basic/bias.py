@@ -143,7 +143,7 @@ class Bias(_BiasVectors):
 
 
 class ReturnedBias(_BiasVectors):
-    """Return x unchanged, and each bias of a `Linear(return_bias=True)` as an extra output, a copy in the dtype of x."""
+    """Return x unchanged, and as extra outputs a copy of each bias of a `Linear(return_bias=True)`, in the dtype of x."""
 
     takes = frozenset({LAZY, MANY, HANDED})
     none_grads = True

@@ -83,7 +83,7 @@ def quantize_x(
 
     spec_id   identifies the linear; None: any linear that casts x by the recipe of `trace_id` and shares no scales over ranks
     wgrad     whether backward reads x
-    record    whether autograd records the forward, so that amaxes count for delayed scales
+    record    whether autograd records the forward, so that amaxes are recorded for delayed scales
     """
     rows, context = as_matrix(x), no_context
     if spec_id is None:
@@ -181,7 +181,7 @@ class Reader:
     bound      the bound spec of the linear; None: any linear that casts x in the same way
     trace_id   identifies the recipe
     wgrad      whether backward of the linear reads x
-    record     whether autograd records the forward, so that amaxes count for delayed scales
+    record     whether autograd records the forward, so that amaxes are recorded for delayed scales
 
     Copies and pickles of a reader have `bound` None.
     """

@@ -90,7 +90,7 @@ def linear_forward(
     biases    b_i [N_i]; None: no bias
     ws        the rowwise operands of all w_i; empty: the weights are cast here
     save      whether backward will read x (`keeps_x`)
-    record    whether gradients are enabled, so that amaxes count for delayed scales
+    record    whether gradients are enabled, so that amaxes are recorded for delayed scales
     finish    the epilogue; only for a layer with one member whose y is not reduced
 
     Returns a list of y_i [..., N_i] ([M, N_i] if x is gathered, [M/R, N_i] if y is scattered), and a list of the tensors of x

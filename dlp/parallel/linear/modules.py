@@ -385,8 +385,9 @@ class Linear(ParallelLinear):
             alone.
         sequence_parallel: whether x is the token shard of this rank; gradients of parameters are then summed over tp.
         recipe: name of a recipe ("fp8_current"), or a `Recipe`.
-        overlap: "auto", "serial" or "chunked", or a dict from "fprop", "dgrad" and "wgrad" to these names. "auto" is decided
-            at construction from the shipped tables, for 8192 tokens on all tp ranks; `dlp.convert` decides for its `batch`.
+        overlap: "auto", "serial" or "chunked", or a dict from "fprop", "dgrad" and "wgrad" to these names. "auto" chooses
+            at construction from the tables in dlp/parallel/tables, for a total of 8192 tokens over the tp ranks; `dlp.convert`
+            chooses for its `batch`.
         return_bias: return (y, bias) instead of adding the bias; tuples for siblings.
         save_original_input: save x in high precision for wgrad, and quantize x again in backward.
         delay_wgrad: compute wgrad in `dlp.backward_dw` instead of in backward.
@@ -394,8 +395,8 @@ class Linear(ParallelLinear):
         name: name of the layer in plans and messages; None: name of the class.
         device: device of the parameters.
         dtype: dtype of the parameters.
-        **options: options of Transformer Engine. Neutral values are accepted; other values raise TypeError, and the message
-            names the alternative.
+        **options: options of Transformer Engine. Values that do not change the layer are accepted; other values raise
+            TypeError, and the message names the alternative.
 
     Shape:
         - x: [..., in_features]
@@ -512,8 +513,8 @@ class ColumnParallelLinear(Linear):
         name: name of the layer in plans and messages; None: name of the class.
         device: device of the parameters.
         dtype: dtype of the parameters.
-        **options: options of Transformer Engine. Neutral values are accepted; other values raise TypeError, and the message
-            names the alternative.
+        **options: options of Transformer Engine. Values that do not change the layer are accepted; other values raise
+            TypeError, and the message names the alternative.
 
     Shape:
         - x: [..., K]; with sequence parallelism the token shard [M/tp, K]

@@ -59,7 +59,7 @@ def quantize(
     """Quantize values [rows, columns] of x, w, dy, y or dx, with one amax agreement for all values.
 
     members    the members to which the values belong, in this order; None: `LinearSpec.owners` of the tensor
-    record     whether amaxes count for delayed scales
+    record     whether amaxes are recorded for delayed scales
     whole      whether x or dy has been gathered, so that this rank has the full tensor
     into       storage of `operand_shape` for the operands of a single value; None for an orientation: the cast allocates
     """
@@ -336,8 +336,8 @@ def _plan(bound: BoundSpec, tensor: str, orientations: Orientations, whole: bool
 def cast_context(
     bound: BoundSpec, plan: CastPlan, member: str, shape: torch.Size, device: torch.device, record: bool
 ) -> CastContext:
-    """Return flag, slots and origins for the casts of one matrix of this shape. The context without slots is cached in
-    `plan.contexts`. `record`: whether amaxes count for delayed scales."""
+    """Return the flag, the slots and the origins for the casts of one matrix of this shape. `plan.contexts` caches contexts
+    without slots. `record`: whether amaxes are recorded for delayed scales."""
     context = plan.contexts.get((member, shape, device))
     if context is None:
         flag = bound.session.flag(bound.spec.members, plan.tensor, member, device) if plan.quantizes else None

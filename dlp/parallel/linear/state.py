@@ -358,7 +358,7 @@ class Use(NamedTuple):
     bound    bound spec of the pass
     value    [N, K], the parameter as this rank sees it in the pass
     dtype    dtype of x
-    record   whether gradients are enabled, so that amaxes count for delayed scales
+    record   whether gradients are enabled, so that amaxes are recorded for delayed scales
     """
 
     bound: BoundSpec
@@ -520,7 +520,7 @@ class LayerWeights:
 
         values   the parameters of the used weights, as this rank sees them
         dtype    dtype of x
-        record   whether amaxes count for delayed scales
+        record   whether amaxes are recorded for delayed scales
         """
         if not self._gathered:
             return []

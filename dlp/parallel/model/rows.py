@@ -324,7 +324,8 @@ def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> Other
 
 
 def _check_vocabulary(name: str, module: nn.Embedding, tp: int) -> None:
-    """Raise ValueError for an embedding that cannot be sharded along the vocabulary without changing its results."""
+    """Raise ValueError for an embedding that cannot be sharded along the vocabulary: its size is not divisible by tp, or it has
+    `scale_grad_by_freq` or parameters other than `weight`."""
     if module.num_embeddings % tp:
         raise ValueError(
             f"{name}: the vocabulary of {module.num_embeddings} is not divisible by tp {tp}; pad the vocabulary"

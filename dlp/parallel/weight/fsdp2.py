@@ -182,8 +182,8 @@ def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
 def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords, in which `reshard_after_forward=1` is replaced by False, and `reshard_after_forward=ranks` by True.
 
-    Raises ValueError for another integer, which shards weights over some of the ranks after forward, if the parameters are
-    DTensors or need hooks: FSDP2 supports such an integer only for plain parameters without hooks."""
+    FSDP2 supports another integer, which shards weights over some of the ranks after forward, only for plain parameters
+    without hooks. Raises ValueError for such an integer if a parameter is a DTensor, or if `from_master` is True."""
     reshard = keywords.get("reshard_after_forward")
     if not _is_integer(reshard) or reshard in (1, ranks):
         return keywords | ({"reshard_after_forward": reshard != 1} if _is_integer(reshard) else {})

@@ -1,8 +1,9 @@
 """fp8_delayed: per-tensor FP8 with a scale from the amaxes of earlier steps, so that a cast reads the tensor once.
 
-All scales are updated at the step boundary, after one all-reduce of the amaxes. Scales start at 1, so that most gradients
-become 0: before the first update of the weights, run forward, backward and `dlp.end_step` a few times, as `launch` does. fprop
-sums in the tensor core ("fast"); dgrad and wgrad use "split" accumulation. (Micikevicius et al., arXiv 2209.05433.)
+All scales are updated at the step boundary, after one all-reduce of the amaxes. Scales start at 1, and most
+gradients underflow to 0. Therefore run forward, backward and `dlp.end_step` a few times before the first update of the weights,
+as `launch` does. fprop sums in the tensor core ("fast"); dgrad and wgrad use "split" accumulation. (Micikevicius et al., arXiv
+2209.05433.)
 """
 
 from collections.abc import Callable
