@@ -470,7 +470,7 @@ def emulation(module: Any = Module, *, kind: str = "sm_90", batches: bool = Fals
         (codes, "ON_DEVICE", ()), *([] if batches else [(ops, "has_batches", lambda x: False)]),
         (gemms, "_module", lambda: Module),
         (gemms, "choices", lambda device: {}), (gemms, "_PLANS", {}), (gemms, "WORKSPACE", ALIGNMENT),
-        (gemms, "workspace", lambda device, stream: space.data_ptr()), (captured, "possible", lambda x: True),
+        (gemms, "workspace", lambda device, stream: space.data_ptr()), (captured, "runs_kernels", lambda x: True),
         (transport, "_OF_GROUP", {}),
         (captured, "ALIGNMENT", ALIGNMENT), (function, "ALIGNMENT", ALIGNMENT),
     ]  # fmt: skip

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlp.kernels import gemms, loader, table
+from dlp.kernels import gemms, loader
 from dlp.kernels.launches import (
     ANSWER,
     AWAIT,
@@ -45,6 +45,7 @@ from dlp.kernels.launches import (
     stream_of,
 )
 from dlp.kernels.ranges import named_range
+from dlp.kernels.table import runs_kernels
 
 ALIGNMENT = 512  # alignment of torch's allocations on CUDA, in bytes
 _NEW = {"aten::empty.memory_format", "aten::empty_strided", "aten::new_empty", "aten::empty_like"}
@@ -235,7 +236,7 @@ class CapturedPasses:
         obstacle: Callable[[], str],
         memory: Callable[[], list[Tensor]],
     ) -> None:
-        missing = "" if table.runs_kernels(x) else f"no kernels run on {x.device.type}"
+        missing = "" if runs_kernels(x) else f"no kernels run on {x.device.type}"
         self.name, self.obstacle, self.memory = name, obstacle, memory
         self.why = {pass_name: missing or said for pass_name, said in why.items()}
         self.possible = {pass_name: not why for pass_name, why in self.why.items()}
