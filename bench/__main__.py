@@ -8,7 +8,7 @@ code is the largest exit code of all parts.
 `--shapes` applies to gemm and linear, in the form that `python -m bench.shapes CONFIG` prints; `--quick` runs one size of each
 part. The commands of the parts:
 
-    host        bench.host        host time of one small linear; first, while the device is idle
+    host        bench.host        host time of one small linear; runs first, while the device is still idle
     quantize    bench.quantize    TB/s of casts and amaxes, compared with a device copy
     producers   bench.producers   norms, SwiGLU and column sums, fused into casts and separate
     gemm        bench.gemm        TFLOP/s of each recipe's GEMMs, compared with torch.mm and torch._scaled_mm

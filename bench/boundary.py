@@ -68,7 +68,7 @@ def model_of(recipe: str, held: str, blocks: int, layers: Sequence[tuple[int, tu
         recipe: name of a recipe.
         held: dtype of the weights, a key of DTYPES.
         blocks: number of copies of `layers`.
-        layers: in_features of each linear, and the out_features of its siblings.
+        layers: (in_features, out_features of each sibling) of each linear.
         device: device type.
     """
     model = nn.Sequential(

@@ -6,7 +6,7 @@ one run.
 CONFIG is `bench_8b` by default: eight blocks of 8B shape, one sequence of 8192 tokens a rank. A subject is
 
     peer_bf16                      bench.e2e_peer, the baseline of all ratios
-    peer_tensorwise, peer_rowwise  bench.e2e_peer with torchao's float8, if torchao is installed
+    peer_tensorwise, peer_rowwise  bench.e2e_peer with torchao's float8; torchao must be installed
     RECIPE                         dlp with this recipe in the blocks, otherwise as CONFIG says
     RECIPE:hp_gather               RECIPE with weights gathered in high precision
     RECIPE:eager                   RECIPE without a CUDA graph

@@ -14,7 +14,7 @@ random element on one rank, in a small Llama on the mesh tp2+sp or dp2:
 
 The table counts, for each kind: flips, flips that the sentinel reported, reports that name the rank, and reports that name the
 rank and the layer. Then follow clean steps, which have no flip: each report of the sentinel in a clean step is a false alarm.
-Flips are rows of `--out`; an interrupted command continues after the last row.
+Flips are rows of `--out`; an interrupted command continues with the flips that have no row.
 """
 
 from __future__ import annotations

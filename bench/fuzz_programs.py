@@ -1,4 +1,4 @@
-"""Random programs for `bench.fuzz`: models, meshes, recipes and options, all drawn from one seed.
+"""Random programs for `bench.fuzz`: models, meshes, recipes and options, all drawn from one seed. Kinds of programs:
 
 converted    plain modules that `dlp.convert` converts, in invariant mode
 llama        a model of the package launch, built from the settings of a run, in invariant mode

@@ -4,7 +4,7 @@
                                                                                            two CPU ranks over gloo
     torchrun --nproc-per-node 2 -m bench.host_parallel                                     one rank per GPU, or CPU ranks
 
-    x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
+    x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]    sequence parallel, R ranks
 
 The plain pair is `all_gather`, `F.linear`, `F.linear`, `reduce_scatter`, with the mirrored collectives in backward. Subjects
 take many short turns in rounds, and are compared with the plain pair's turn of the same round. Each recipe has one line, and

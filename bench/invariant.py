@@ -46,7 +46,7 @@ SHAPES = {
     "qwen3": "family=qwen3 layers=4 hidden=64 ffn=256 heads=16 kv_heads=8 head_dim=32 vocab=128",
     "wide": "family=qwen3 layers=4 hidden=2048 ffn=6144 heads=16 kv_heads=8 head_dim=128 vocab=32768",
 }
-# Sizes for fp8_block: tp leaves complete blocks of 128, with up to 4 ranks for tiny and 8 for qwen3.
+# Sizes for fp8_block: tp of at most 4 (tiny) or 8 (qwen3) splits features at multiples of 128, the size of a scaling block
 BLOCKS = {"tiny": "ffn=512 head_dim=128", "qwen3": "ffn=1024 heads=8 head_dim=128", "wide": ""}
 MESHES = {
     "tiny": ("tp2", "tp2+sp", "tp4", "dp2", "dp4", "hsdp2x2", "tp2xdp2+sp", "dp8"),

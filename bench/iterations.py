@@ -91,9 +91,11 @@ def settle(device: torch.device) -> None:
 def timed(run: Run, device: torch.device, count: int) -> tuple[list[float], float, float]:
     """Time `count` iterations one by one, then `count` iterations in a queue.
 
-    Returns:
-        The seconds of each single iteration; the mean seconds of a queued iteration; the mean seconds in which the host queues
-        an iteration.
+    Returns (single, queued, host).
+
+        single    seconds of each iteration that is timed alone
+        queued    mean seconds of an iteration in the queue
+        host      mean seconds in which the host queues an iteration
     """
     done = torch.cuda.synchronize if device.type == "cuda" else bool
     single = []

@@ -19,7 +19,7 @@ in the tensor core only (option `accumulation`) in all three GEMMs; targets appl
 
 Device time is judged in up to three ways: its ratio to nn.Linear against a target, `ok (0.87)` or `MISSED (0.87)` at the end of
 the row; against the floor, `floor ok` or `above floor by 1.0 %`; and, after all rows of a shape, against the fastest other
-library with the same quantization, `0.950 of torchao`. The exit code is nonzero only if a measurement failed.
+library with the same quantization, `0.950 of torchao`. A failed measurement makes the exit code 1, a missed limit does not.
 
 Shapes are tokens x in_features x out_features. Each shape runs in a separate process (`bench.linear_shape`) with all
 subjects, so that torch.compile, which torchao needs, sees one shape and does not make it dynamic. `bench.host`

@@ -51,7 +51,7 @@ from dlp.quant.recipe import GEMMS, Operand
 GEMMS_OF = {BASE: "bf16", "mxfp8": "bf16", "nvfp4": "bf16", "fp8_delayed": "fp8_current"}
 
 BF16 = torch.bfloat16.itemsize
-SAMPLE, BLOCK = (4096, 4096), (128, 128)  # complete blocks of every format
+SAMPLE, BLOCK = (4096, 4096), (128, 128)  # shapes that every format divides into complete scaling blocks
 LESS_SETTLING = 0.15  # seconds of load before a measurement that follows a similar load
 
 

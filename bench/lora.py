@@ -59,7 +59,7 @@ def planned(config: Config, base: str, rank: int, world: int, batch: tuple[int, 
     All blocks are equal, so the bytes are extrapolated from models with one and two blocks. The sum over rows counts the logits
     and a recomputed block as if they existed at the same time.
 
-    decoded    row of the largest weight of a block in fp32 and in bf16: forward decodes the weight from its codes
+    The row `decoded` is the largest weight of a block in fp32 and in bf16, since forward decodes a weight from its codes.
     """
     few = [with_blocks(config, count) for count in (1, 2)]
     one, two = (_planned(each, base, rank, world, batch) for each in few)

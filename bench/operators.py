@@ -5,8 +5,8 @@
     gather   quantized x [M/R, K] of each rank -> [M, K], times w [N, K].T
     sum      x [M, N] times w [K, N].T -> contributions [M, K] in bf16; each rank keeps its rows [M/R, K] of their sum
 
-K is the hidden size of an MLP that is sharded over the ranks, and N is one rank's share of the ffn size. The columns, in
-microseconds:
+M is the number of tokens of all R ranks, K the hidden size of an MLP that is sharded over the ranks, and N one rank's share of
+the ffn size. The columns, in microseconds:
 
     time         the strategy (--strategies): `serial`, `chunked`, or for example chunked:2; it includes signals and sums, but
                  not the cast and the agreement on an amax

@@ -1,5 +1,6 @@
 """Subjects of `bench.tensor_parallel`: a column- and a row-parallel linear, and a Llama layer, over tp with sequence
-parallelism, in plain torch, in dlp with a recipe and an overlap strategy, and in Transformer Engine if it is installed.
+parallelism, in plain torch, in dlp with a recipe and an overlap strategy, and in Transformer Engine if it is installed. The two
+kinds of shapes, with an example of each:
 
     pair     4096x14336          K -> N -> K
     layer    4096x14336x32x8     hidden, ffn, heads, kv heads: RMSNorm, attention, RMSNorm, SwiGLU MLP; one sequence

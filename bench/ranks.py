@@ -17,7 +17,7 @@ from launch.ranks.process_exit import refuse
 
 
 def refuse_one_rank() -> None:
-    """Exit with code 2 if torchrun has started one rank only."""
+    """Exit with code 2 if this process is the only rank."""
     if world_size() == 1:
         refuse(
             "one rank has nothing to gather or to sum; start 2 or more ranks, for example by torchrun --nproc-per-node 2",

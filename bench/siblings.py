@@ -54,8 +54,8 @@ class Line:
 
 
 def dgrads(recipe: Recipe, tokens: int, features: int, outs: Sequence[int]) -> tuple[Run, Run | None]:
-    """Return two functions that compute dx: by one GEMM per sibling, and by the kernel for all siblings; None if there is no
-    such kernel for the recipe."""
+    """Return (separate, one), functions that compute dx: `separate` by one GEMM per sibling, `one` by the kernel for all
+    siblings; `one` is None if there is no such kernel for the recipe."""
     dys = [cast(recipe, 0, matrix(tokens, out, 1.0 + i)) for i, out in enumerate(outs)]
     ws = [cast(recipe, 1, matrix(features, out, 1.0 / (1 + i))) for i, out in enumerate(outs)]
 

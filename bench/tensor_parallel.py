@@ -4,7 +4,7 @@ plain torch in bf16.
     torchrun --nproc-per-node 2 -m bench.tensor_parallel [--recipes fp8_delayed fp8_current] [--overlap serial chunked auto]
                                          [--shapes 4096x14336 4096x14336x32x8] [--tokens 8192] [--table FILE] [--json FILE]
 
-    x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]      sequence parallelism over R
+    x [M/R, K] ─ column (gather x, K -> N) ─► [M, N/R] ─ row (N -> K, scatter y) ─► y [M/R, K]    sequence parallel, R ranks
 
 `bench.parallel_subjects` defines shapes and subjects: plain torch (all_gather, F.linear, reduce_scatter), dlp, and
 Transformer Engine if it is installed. dlp sends through mapped memory if the GPUs support it, or as --transport says. An

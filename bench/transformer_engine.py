@@ -47,8 +47,8 @@ class Userbuffers:
         self._shape: tuple[int, int] | None = None
 
     def use(self, tokens: int, features: int, ranks: int) -> None:
-        """Create the communicators for hidden states [tokens, features], without NVLink multicast, in place of those for
-        another shape. Do nothing if the communicators for this shape exist."""
+        """Create the communicators for hidden states [tokens, features], without NVLink multicast; communicators for
+        another shape are destroyed first. Do nothing if the communicators for this shape exist."""
         if self._shape == (tokens, features):
             return
         self.destroy()

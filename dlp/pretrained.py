@@ -158,8 +158,8 @@ def _values(model: nn.Module, folder: Path, own: Mapping[str, Tensor]) -> Iterat
 
 
 def _conversions(model: nn.Module) -> list[Any]:
-    """Return the conversions from tensors in files to parameters that transformers defines for the class of `model`; empty for
-    a class that is not from transformers."""
+    """Return the conversions that transformers defines for the class of `model`, from tensors in files to parameters; [] for a
+    class that is not from transformers."""
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -171,7 +171,7 @@ def _conversions(model: nn.Module) -> list[Any]:
 
 
 def _tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """Return name of a tensor -> function that reads the tensor from a memory-mapped file, for all tensors in a folder."""
+    """Map the name of each tensor in a folder to a function that reads the tensor from a memory-mapped file."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))

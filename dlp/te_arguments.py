@@ -174,7 +174,8 @@ def sentences(table: Mapping[str, Argument], given: Iterable[str]) -> str:
 
 
 def refuse(layer: str, table: Mapping[str, Argument], given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise TypeError for keywords that the signature of a layer does not name, except for TE arguments with a neutral value.
+    """Raise TypeError for keywords that the signature of a layer does not name, except for TE arguments with an accepted value
+    (`Argument.neutral`).
 
     Args:
         layer: name of the layer or method, for the message.

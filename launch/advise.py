@@ -2,9 +2,10 @@
 
     python -m launch.advise CONFIG --world 64 --board h200 [--recipes fp8_current bf16] [--show 5] [--section.key value ...]
 
-The program combines each mesh of `meshes` with each recipe and micro batch, and tries recomputation (`[train] checkpointing`)
-only for meshes that do not fit in memory without it. No rank is started. The program plans models with only a few blocks, and
-extrapolates seconds and bytes to the number of blocks of the config, since both are linear in the number of equal blocks.
+The program combines each mesh of `meshes` with each recipe and micro batch. Recomputation (`[train] checkpointing`) is tried
+only for a mesh and recipe for which no micro batch fits in memory without it. No rank is started. The program plans models with
+only a few blocks, and extrapolates seconds and bytes to the number of blocks of the config, since both are linear in the number
+of equal blocks.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def candidate(extended: Extended, settings: Sequence[str]) -> Candidate:
 def meshes(config: Config, world: int) -> Iterator[tuple[str, ...]]:
     """Yield the command-line overrides of [mesh] to try.
 
-    tp is 1, 2, 4 or 8, at most the number of GPUs of a host, and divides heads, kv_heads, ffn and vocab. cp is that of the
-    config. The ranks that differ in neither tp nor cp shard parameters by FSDP: all of these ranks together, or only those of
-    one host, with a replica in each host.
+    tp is 1, 2, 4 or 8, at most the number of GPUs of a host, and divides heads, kv_heads, ffn and vocab. cp is the value in the
+    config. The remaining factor of the number of ranks becomes dp_shard, or dp_shard within a host times dp_replicate over
+    hosts.
     """
     m = config.family
     for tp in (1, 2, 4, 8):

@@ -4,9 +4,9 @@
     python -m launch.convert_hf export CHECKPOINT FOLDER [--dtype bf16]     checkpoint -> folder for `transformers`
     python -m launch.convert_hf export CHECKPOINT FOLDER --codes            checkpoint -> quantized weights, for vLLM
 
-Parameters have the same names in both. A checkpoint loads on any mesh, and keeps the dtype of each imported tensor; an exported
-folder has one dtype, by default the dtype of the checkpoint. A tensor that is missing, has a wrong shape, or belongs to no
-parameter is an error that names the tensor, raised before anything is written.
+Parameters have the same names in checkpoint and folder. A checkpoint loads on any mesh, and keeps the dtype of each imported
+tensor; an exported folder has one dtype, by default the dtype of the checkpoint. A tensor that is missing, has a wrong shape,
+or belongs to no parameter is an error that names the tensor, raised before anything is written.
 """
 
 from __future__ import annotations

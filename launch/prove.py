@@ -4,8 +4,9 @@
                            [--section.key value ...]
 
 The model is shrunk to `--layers` blocks and hidden size `--width`; ffn and heads shrink about in proportion. kv_heads stays, so
-that the shrunk model allows the same tp sizes as the full model. Tokens are random. The exit code is 0 if the tensors of
-every mesh agree with those of one rank (within bounds, or bitwise with `--exact`), else 1.
+that the shrunk model allows the same tp sizes as the full model. Tokens are random.
+The exit code is 0 if on every mesh the run ends, the tensors agree with the tensors of one rank (within bounds, or bitwise with
+`--exact`), and counted bytes agree with the plan; else 1.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def few(cases: Iterable[Any], kinds: Sequence[str] = KINDS) -> list[Any]:
     """Mark the cases that only `--all-cases` runs: cases that name recipes, but no recipe in `kinds`."""
     found = []
     for case in cases:
-        if isinstance(case, ParameterSet):  # `nightly`
+        if isinstance(case, ParameterSet):  # made by `nightly`, and marked already
             found.append(case)
             continue
         values = case if isinstance(case, tuple) else (case,)
@@ -72,8 +72,8 @@ IN_STYLES = [
 
 def in_styles(cases: Iterable[tuple[int, str, tuple[str, bool]]]) -> list[Any]:
     """Mark the cases of IN_STYLES that only `--all-cases` runs. Without the option, on 2 ranks, recipes of KINDS
-    run in COLUMN_SP and ROW_SP, and every recipe runs in one style, chosen by its index; on 4 ranks, only fp8_block in
-    ROW_SP runs."""
+    run in COLUMN_SP and ROW_SP, and every recipe runs in one style, chosen by the index of the recipe; on 4 ranks, only
+    fp8_block in ROW_SP runs."""
     found = []
     for world, recipe, key in cases:
         number = BY_SCALES.index(recipe)

@@ -19,7 +19,8 @@ class Done(NamedTuple):
 
 def command(module: str, *arguments: str) -> Done:
     """Run `python -m module arguments` in this process; return the exit code and the output. The module is executed as
-    __main__, with imports that are already loaded (test_imports.py checks that each program can be imported first)."""
+    __main__, and finds its imports already loaded (test_imports.py imports each program before any other module of launch
+    and bench)."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with (
         patch.object(sys, "argv", [module, *arguments]), redirect_stdout(out), redirect_stderr(err),

@@ -8,14 +8,14 @@
     def test_sums(ranks, world): ...
 
 A run leaves out cases that other cases cover. `--all-cases` (as in `make test-all`, `make multigpu`, `make gpu-test`)
-runs all:
+runs all cases. How a run without `--all-cases` chooses cases, by the decorators of a test (left):
 
     several decorators `parametrize`   without ranks: every pair of rows of two decorators is in some case that runs;
                                        with ranks, where a case takes a second: every row is in some case that runs
-    @pytest.mark.full, or `nightly`,   cases that do not run by default, because another case of the decorator covers the same
+    @pytest.mark.full, or `nightly`,   the cases do not run, because another case of the decorator covers the same
     `few` and `of_these` of            code, such as recipes with the same granularity of scales, or 4 ranks in addition to 2
     tests/cases.py
-    hypothesis                         10 examples of each case; 25 with `--all-cases`
+    hypothesis                         10 examples of each case, unless the test sets a number; 25 with `--all-cases`
 
 The choice is the same in every run. If a test has only one decorator `parametrize`, all rows of the decorator run.
 
@@ -44,7 +44,7 @@ from tests.pool import Pool, collect_garbage_seldom
 pytest.register_assert_rewrite("tests.metrics")
 torch.set_num_threads(1)  # as in the processes of ranks, so that sums are added in the same order
 
-if importlib.util.find_spec("hypothesis"):  # tests on GPUs do not need hypothesis
+if importlib.util.find_spec("hypothesis"):  # optional: tests on GPUs do not need it
     from hypothesis import settings
 
     settings.register_profile("default run", deadline=None, max_examples=10, derandomize=True)
@@ -171,7 +171,7 @@ def fast_ones(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Ignore tests/gpu if there is no device, and the command line neither names the folder or a file in it nor has
+    """Ignore tests/gpu if there is no GPU, and the command line neither names the folder or a file in it nor has
     `--emulated`, because collecting tests/gpu takes as long as collecting all other tests. tests/test_imports.py checks
     that the files of tests/gpu can be imported."""
     if collection_path.name != "gpu" or torch.cuda.is_available() or config.getoption("--emulated"):
@@ -181,8 +181,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def without_a_device(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Keep one test that uses the fixture `device` in each file of tests/gpu, to report that the file is skipped, and all
-    tests that do not use this fixture."""
+    """In each file of tests/gpu, keep only one of the tests that use the fixture `device`; pytest reports it as skipped.
+    Keep all other tests."""
     found: dict[object, pytest.Item] = {}
     for item in items:
         needs_one = item.path.parent.name == "gpu" and "device" in getattr(item, "fixturenames", ())
@@ -252,8 +252,8 @@ def pools(device_type: str) -> Iterator[dict[int, Pool]]:
 def ranks(
     request: pytest.FixtureRequest, pools: dict[int, Pool], device_type: str, share_gpu: bool
 ) -> Callable[[int], Pool]:
-    """Return a function: `ranks(n)` is the pool of n ranks, which outlives a single test. `ranks` fails a test that was
-    announced with fewer ranks, and skips a test for which the machine has too few GPUs."""
+    """Return a function: `ranks(n)` is the pool of n ranks, which outlives a single test. `ranks` fails a test whose mark
+    or parameter states fewer ranks, and skips a test for which the machine has too few GPUs."""
     announced, used = world_of(request.node), set[int]()
 
     def pool(world: int) -> Pool:
@@ -264,7 +264,7 @@ def ranks(
         if device_type == "cuda" and not share_gpu and world > torch.cuda.device_count():
             pytest.skip(f"needs {world} GPUs, this machine has {torch.cuda.device_count()}")
         asked = pools.setdefault(world, Pool(world, device_type, share_gpu))
-        if world not in used:  # the jobs of one test run in the same workers
+        if world not in used:  # at the first use in a test: all jobs of one test run in the same workers
             used.add(world)
             asked.refresh()
         return asked

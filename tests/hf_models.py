@@ -1,4 +1,4 @@
-"""Tiny models of transformers of any architecture, with random weights, and the losses of training steps on them."""
+"""Tiny models of any architecture of the library transformers, with random weights, and the losses of training steps."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
               slot (`dlp.comm.slots`) before the previous value was read
 
 The emulated device runs every launch immediately, so a missing wait changes no bits on CPUs, not even with kernels that
-are compiled for CPUs (tests/cuda_on_cpu). The search assumes that a launch has finished only if the stream has waited
-for the launch: by events, or by the calls `begin`, `meet`, `release` and `agree` of a slot.
+are compiled for CPUs (tests/cuda_on_cpu). The search assumes that a launch has finished before a launch on another stream
+only if the other stream has waited for it: by events, or by the calls `begin`, `meet`, `release` and `agree` of a slot.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.launch_trace import CALLS, Launch, joined, take
 
 @contextmanager
 def in_order(*transports: Transport) -> Iterator[None]:
-    """Context that raises AssertionError if `disorder` finds a race among the launches of all ranks inside the
-    context."""
+    """Context at whose end rank 0 raises AssertionError if `disorder` finds a race, a lost signal or a deadlock among the
+    launches of all ranks inside the context."""
     with take(*transports) as taken:
         yield
     every: list[Any] = [None] * dist.get_world_size()
@@ -49,7 +49,7 @@ def disorder(taken: Sequence[Sequence[Launch]]) -> list[str]:
     return sorted(order.found)
 
 
-# Launches that wait for a flag of each peer in this rank's buffer: index of the flags, smallest value that ends the
+# Launches that wait for a flag of each peer in this rank's buffer: index of the first flag, smallest value that ends the
 # wait (None: the value of this rank's flag), and value that the launch writes afterwards (None: nothing).
 WAITS = {"begin_use": (UNREAD, 0, -1), "met": (SENT, 1, 0), "agreed": (MET, None, None)}
 # Launches that write a flag in the buffer of each peer: index of the flags, and the value. None: the launch increments

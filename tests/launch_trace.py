@@ -74,7 +74,7 @@ class Taken(list[Launch]):
 
     def call(self, start: Callable[..., list[Any]], group: ProcessGroup, *given: Any) -> list[Any]:
         """Record a collective on stream CALLS, which waits for the current stream. The current stream waits for the
-        collective when its work is awaited."""
+        collective when `wait` of the returned work is called."""
         tensors = [each for each in given if isinstance(each, Tensor)]
         before, after = new_event(), new_event()
         self.append(Launch("mark", 0, before))

@@ -4,6 +4,9 @@ python -m tests.make_golden_rowwise
 
 amax of the row -> scale_from_amax(amax, max, power of two by default, epsilon, FLT_MAX); q = enc(fl(x * scale))
 D[i, j] = fl(fl(acc[i, j] * sa[i]) * sb[j])
+
+max is the largest value of the element format, enc encodes in it, and fl rounds to fp32. In the GEMM D = A B^T, acc is the
+exact product of the decoded codes, and sa and sb are scale_inv of the rows of A and of B.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def row_case(note: str, dtype: str, values: list[float], element: str, pow2: boo
 
 
 def quantized(x: Floats, element: str) -> tuple[list[str], Floats, Floats]:
-    """Codes as one hex string per row, scale_inv, and the decoded codes."""
+    """Return (codes, scale_inv, values): one hex string of codes per row, one scale_inv per row, and the decoded codes."""
     scale = scale_from_amax(np.abs(x).max(1), POINTS[element][-1], True, 0.0, FLT_MAX)
     codes = encode(x * scale[:, None], element)
     return [row.tobytes().hex() for row in codes], 1 / scale, decode(codes, element)

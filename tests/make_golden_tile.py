@@ -31,7 +31,7 @@ def packed(codes: Codes) -> list[str]:
 
 
 def quantized(x: Floats, amax: np.float32) -> tuple[Codes, Codes]:
-    """Codes of x, one per byte, and the E4M3 code of each tile's scale."""
+    """Return (codes, scales): the codes of x, one per byte, and the E4M3 code of each tile's scale."""
     rows, columns = x.shape
     tiles = x.reshape(rows // 16, 16, columns // 16, 16).swapaxes(1, 2)
     encode_scale = np.float32(2688) / amax

@@ -90,7 +90,7 @@ def gradients(model: Net, x: Tensor, target: Tensor) -> Tensor:
     """Run forward and backward of one microbatch; return the loss."""
     dtype = next(model.parameters()).dtype
     loss = F.mse_loss(model(x.to(dtype)).float(), target, reduction="sum") / BATCH
-    (loss * (BATCH // len(x))).backward()  # FSDP averages over its ranks; the test needs the sum
+    (loss * (BATCH // len(x))).backward()  # FSDP averages over dp ranks; the test needs the sum
     return loss.detach()
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 class Collectives(TorchDispatchMode):
     """Context that appends the name of each launched collective to `names`, such as "_allgather_base_" or
-    "alltoall_base_". The context also records collectives inside dlp's ops, which dispatch modes do not see."""
+    "alltoall_base_". The context also records collectives inside dlp's ops, which other dispatch modes do not see."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -51,7 +51,8 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor], at_most: float =
 
 
 class Watched(TorchDispatchMode):
-    """Dispatch mode that changes nothing. Under a dispatch mode, a linear runs as opaque ops, and a backward op by op."""
+    """Dispatch mode that changes nothing. Under a dispatch mode, a linear runs as opaque ops, and an ops.Sequential runs
+    without fusions."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

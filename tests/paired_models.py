@@ -75,7 +75,7 @@ def without_programs() -> Iterator[None]:
 
 
 def compiles(model: nn.Module) -> None:
-    """Trace the model with torch.compile; a linear becomes opaque ops."""
+    """Let torch.compile trace the model at its next call; a linear becomes opaque ops."""
     torch._dynamo.reset()  # graphs of other tests would count towards torch's limit of graphs per function
     model.compile(backend="aot_eager", fullgraph=True)
 

@@ -1,8 +1,8 @@
 """Planted faults of parallel training, each with the layer, the tensor and the kind that `dlp.prove` should name.
 
-`FAULTS` lists the faults; `built(mesh, case, model, plant)` builds a small Llama with biases on a mesh and plants one
-fault. A fault patches dlp, the model or FSDP so that it behaves as if its code had a mistake. The docstring of each
-fault states the wrong behaviour.
+`FAULTS` lists the faults; `built` builds a small Llama with biases on a mesh and plants one fault. A fault patches dlp,
+the model or FSDP, and thus imitates a mistake in their code. Its docstring, or its name in `FAULTS`, states the wrong
+behaviour.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def unsummed(linears: bool) -> Callable[[Here], None]:
 
 
 def summed_again(here: Here) -> None:
-    """Partial gradients of norms are summed over tp twice."""
+    """All partial gradients (of norms and biases) are summed over tp twice."""
     partial = here.model.partial_gradients
     once = partial._sum
 
@@ -355,7 +355,7 @@ def other_shard(here: Here) -> None:
 
 
 def own_seed(here: Here) -> None:
-    """Every rank draws the weight of a norm independently."""
+    """Ranks begin with unequal weights of a norm: tp rank 1 adds noise to its copy."""
     with torch.no_grad():
         weight = local_values(here.model.model.layers[1].input_layernorm.weight)
         weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)) * here.tp)
@@ -487,7 +487,7 @@ def accumulated(here: Here) -> None:
 
 
 def old_gradient(here: Here) -> None:
-    """The reduced gradient of one weight is the gradient of the previous step."""
+    """The gradient of one weight is replaced by the gradient of the previous step."""
     weight = here.model.model.layers[1].self_attn.v_proj.weight
     kept: list[Tensor] = []
 
@@ -516,7 +516,7 @@ def learning_rate(here: Here) -> None:
 
 
 def doubled_scale(here: Here) -> None:
-    """The stored scale of x of down_proj is twice the scale of the codes."""
+    """The stored scale of x of down_proj, and of every rowwise operand of this shape, is twice the scale of the codes."""
     original = CurrentScaling.both
 
     def both(self: Any, x: Tensor, *args: Any, **more: Any) -> Any:
@@ -549,7 +549,7 @@ def _zeroed(here: Here, tensor: Tensor, call: int) -> Tensor:
 def _not_last_micro(here: Here, dw: Tensor, call: int) -> Tensor:
     return dw * bool(
         call % here.case.accumulate
-    )  # an operation of torch in every call: a pass with one is never captured
+    )  # multiply in every call: a pass that runs an operation of torch is never captured
 
 
 def _rounded(here: Here, tensor: Tensor, call: int) -> Tensor:

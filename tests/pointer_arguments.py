@@ -1,4 +1,4 @@
-"""Pointer arguments of kernels, read from the types in csrc, because a replay of captured launches replaces only
+"""Which arguments of a kernel are pointers, read from the types in csrc. A replay of captured launches replaces only
 pointers."""
 
 from __future__ import annotations

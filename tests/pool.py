@@ -5,8 +5,8 @@ the top level of a test module; it gets its rank from `torch.distributed`. Jobs 
 tensors are copied to the CPU and sent by value, so that no result refers to memory of a worker that may be killed.
 
 After a job that failed or timed out, a rank may still wait in a collective, so the workers are killed, and the next job
-starts new workers. Workers are forked from a server process that has imported torch, dlp and launch, which takes four
-seconds, and has started no threads. (A fork of pytest itself may hang, because torch may have started threads there.)
+starts new workers. Workers are forked from a server process, which imports torch, dlp and launch once (four seconds) and
+starts no threads. (A fork of pytest itself may hang, because torch may have started threads there.)
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def mesh(*, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1)
 @functools.cache
 def _mesh(dp_replicate: int, dp_shard: int, cp: int, tp: int) -> DeviceMesh:
     axes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    return build_mesh(**axes, device_type=device().type, transport="nccl")  # a test can request mapped memory
+    return build_mesh(**axes, device_type=device().type, transport="nccl")  # default; a test can request mapped memory
 
 
 def collect_garbage_seldom() -> None:
@@ -132,7 +132,8 @@ class Pool:
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Run `fn(*args)` on every rank; return the results in rank order, with tensors detached and on the CPU.
 
-        Raises RankError with the traceback of the rank that failed first, or with all stacks after `timeout` seconds.
+        Raises RankError with the traceback of the rank that failed first or, after `timeout` seconds, with the stacks of
+        the ranks that have not replied.
         """
         job = pickle.dumps((fn, args))
         if not self._workers or not all(worker.process.is_alive() for worker in self._workers):
@@ -272,8 +273,8 @@ def _receive(worker: Worker) -> Reply:
 
 
 def _report(workers: list[Worker], replies: dict[int, Reply], timeout: float) -> str:
-    """Report the first failure in full, and one line for each other rank. A death comes first, because it causes
-    exceptions on other ranks."""
+    """Report the first failure in full, and one line for each other rank that failed or was running. A death comes first,
+    because it causes exceptions on other ranks. Without a failure, report the stacks of the ranks that did not reply."""
     failures = {rank: reply for rank, reply in replies.items() if reply.kind != "result"}
     silent = [rank for rank in range(len(workers)) if rank not in replies]
     if not failures:

@@ -1,7 +1,7 @@
 """Cases of the tests of quantizers and GEMMs, and matrices to quantize.
 
-Recipes are read from their folder, with each option that changes numbers. Matrices are drawn from a seed, so that one
-number reproduces a failure.
+Recipes are read from their folder, and loaded without options and with the options in OPTIONS, which change numbers.
+Matrices are drawn from a seed, so that one number reproduces a failure.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 
 
 def matrix(seed: int, rows: int, columns: int, exponent: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Gaussian values around 2^exponent with an outlier, a zero row and rows of growing size."""
+    """Gaussian values around 2^exponent with an outlier and a zero row. The magnitudes of rows grow."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * 2.0**exponent * torch.linspace(-3, 3, rows).exp2()[:, None]
     x[int(torch.randint(rows, (), generator=generator)), int(torch.randint(columns, (), generator=generator))] *= 50

@@ -1,5 +1,5 @@
-"""Context managers that restore the table of kernels and the list of fusions after tests and pages that register
-entries."""
+"""Context managers that restore the table of kernels and the list of fusions after tests, and after examples in the
+documentation, that register entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small network that FSDP shards, and training steps. Its weights consist of complete blocks in every recipe."""
+"""A small network that FSDP shards, and training steps. The weights consist of complete scale blocks in every recipe."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ranks that share one GPU, for tests of mapped memory on a machine with a single GPU (`--device cuda --share-gpu`).
 
 torch's symmetric memory can be configured to let ranks share a device; NCCL does not support this. gloo supports CUDA
-tensors in collectives, but not from one rank to another, so such tensors are copied through host memory. Processes use
+tensors in collectives, but not in sends and receives, so tensors that are sent are copied through host memory. Processes use
 the GPU in turns, so times are meaningless: a kernel that waits for another rank uses up the time slice of its process,
 while a stream that waits for an event does not.
 """

@@ -126,7 +126,7 @@ def until(done: Callable[[], bool]) -> None:
 
 
 def peers(slots: Sequence[int]) -> tuple[int, list[int], list[Any]]:
-    """This rank, the other ranks, and the headers of all ranks."""
+    """Return (rank, others, headers): this rank, the other ranks, and the headers of all ranks."""
     rank, world = slots[RANKS:]
     return rank, [peer for peer in range(world) if peer != rank], [header(base) for base in slots[:world]]
 

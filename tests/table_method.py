@@ -1,7 +1,7 @@
 """Independent implementation of the element formats in numpy: list all code points, and choose the nearest.
 
 The code shares nothing with dlp. It computes the expected results of test_sweeps.py and, for make_golden_rowwise.py and
-make_golden_tile.py, of golden_rowwise.json and golden_tile.json.
+make_golden_tile.py, of golden_rowwise.json and golden_tile.json. In shapes, C is the number of columns.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def amaxes(blocks: Floats) -> Floats:
 
 
 def quantize_fp8_block(x: Floats, element: str, power_of_two: bool, inf_scale: float) -> tuple[Codes, Floats]:
-    """1x128 blocks: codes [rows, C] and scale_inv [rows, C/128]."""
+    """1x128 blocks: codes [rows, C] and scale_inv [rows, ceil(C / 128)]."""
     blocks = blocks_of(x, 128)
     amax = amaxes(blocks)
     scale = scale_from_amax(amax.ravel(), POINTS[element][-1], power_of_two, 0.0, inf_scale).reshape(amax.shape)

@@ -1,4 +1,4 @@
-"""Programs from the documentation of Transformer Engine (TE), with two imports replaced.
+"""Programs from the documentation of Transformer Engine (TE), with imports of dlp.te in place of TE.
 
 `run` replaces the device if there is no GPU. Sizes are small.
 """

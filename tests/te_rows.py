@@ -1,6 +1,5 @@
-"""Tests of the rows of docs/from-transformer-engine.md, by the first cell of the row.
-
-The tables of arguments and of missing names are read by tests/test_te.py.
+"""Name of the test of each row of docs/from-transformer-engine.md, by section and first cell of the row. tests/test_te.py
+reads and tests the page's tables of arguments and of missing names, which are not listed here.
 """
 
 _TE, _RECIPES, _OPS, _CUSTOM = "test_te.py::", "test_recipes.py::", "test_ops", "multigpu/test_custom_recipe.py::"

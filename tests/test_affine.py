@@ -48,7 +48,7 @@ def problems(draw: st.DrawFn) -> Problem:
     """Draw a tensor of one to three dimensions, a block shape that divides it, and all options."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 6, 16]), min_size=1, max_size=3))
     block = tuple(draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0])) for size in sizes)
-    assume(max(block) > 1)  # torchao reduces blocks of one element over the complete tensor
+    assume(max(block) > 1)  # left out: torchao reduces blocks of one element over all of x
     bits, signed = draw(st.integers(1, 8)), draw(st.booleans())
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     made = torch.randn(sizes, generator=torch.Generator().manual_seed(draw(st.integers(0, 999))))

@@ -254,7 +254,7 @@ def tables(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_shipped_tables_are_found_by_the_gpu_and_the_nearest_number_of_ranks(tables: Path) -> None:
-    here = auto.Machine("sm_90", "NVIDIA H100 80GB HBM3", "1.0", auto.VERSION)  # the table of another version of torch
+    here = auto.Machine("sm_90", "NVIDIA H100 80GB HBM3", "1.0", auto.VERSION)  # not the torch version of the tables
     two, four, eight = (auto.shipped(here, ranks, "mapped")[0] for ranks in (2, 4, 8))
     assert two and four and eight and two.row(UP) is not None and four.row(UP) is not None
     assert eight.ranks == 8 and eight.row(UP) is None and eight.rate(UP, "fprop") == four.rate(UP, "fprop")
@@ -303,8 +303,8 @@ def test_layers_that_are_constructed_take_auto(ranks, tmp_path: Path) -> None:
 
 
 def converted(folder: Path) -> tuple[str, list[Any], str]:
-    """Convert with a different table on each rank; return the choices in the plan, the strategies of the layers, and the
-    message of `auto.check_together` for different values on the ranks ("" without an error)."""
+    """Convert with a different table on each rank. Return (choices, names, message): the choices in the plan, the strategies
+    of the layers, and the message of `auto.check_together` for values that differ between ranks ("" without an error)."""
     mesh = worker.mesh(tp=2)
     problems = Problem(COLUMN_SP, 64, 32, (64,), FP8), Problem(ROW_SP, 64, 64, (32,), FP8)
     faster = [(2.0, 1.0, 3.0, 3.0), (2.0, 3.0, 1.0, 3.0)][dist.get_rank()]

@@ -193,8 +193,8 @@ def test_bytes_of_casts_are_those_of_their_formats(recipe: str, per_token: float
 
 @pytest.mark.parametrize("recipe", ALL_TUNED)
 def test_what_is_tuned_is_what_a_linear_runs(recipe: str) -> None:
-    """The arguments of the GEMM are the key of a measured choice. The alignment of operands, which depends on the
-    allocator, is not part of the key."""
+    """The arguments of a GEMM are the key of a measured choice, so both must be equal. The comparison omits the alignment
+    of operands, which depends on the allocator."""
     tokens, k, n = 256, 128, 384
 
     def ran() -> set[gemms.GemmProblem]:

@@ -53,7 +53,7 @@ ALLOWED = {
 
 @pytest.fixture
 def ninja(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """The folders that were built, with a separate cache. ninja is not run."""
+    """Set up a separate cache, and a stand-in for ninja. Return the list of the folders that it builds."""
     monkeypatch.setenv("DLP_CACHE", str(tmp_path))
     built: list[Path] = []
 
@@ -259,8 +259,8 @@ def test_the_compiler_of_pypi_comes_before_path_and_links_the_shared_runtime(
 def test_parts_of_the_compiler_are_found_in_the_environment_below(
     tmp_path: Path, ninja: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a venv on top of torch's environment, pip does not install torch's nvidia-cuda-runtime once more, so that it must
-    be found in the environment below."""
+    """In a venv on top of torch's environment, pip does not install torch's nvidia-cuda-runtime once more. The search
+    must therefore find it in the environment below."""
     root = packages(tmp_path / "venv", "lib/libcudart.so.13")
     base = packages(tmp_path / "base", "bin/nvcc", "nvvm/bin/cicc")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "venv"), str(tmp_path / "base"), *sys.path])
@@ -273,7 +273,7 @@ def test_parts_of_the_compiler_are_found_in_the_environment_below(
     assert f"code=sm_90a -I{base}/include -c $in -o $out" in loader.ninja_file(tools, sources(), ["sm_90a"])
     (root / "nvvm" / "bin" / "cicc").unlink()
     (base / "nvvm" / "bin").mkdir(parents=True)
-    (base / "nvvm" / "bin" / "cicc").touch()  # nvcc would not find it there
+    (base / "nvvm" / "bin" / "cicc").touch()  # does not count, because nvcc would not find it there
     with pytest.raises(MissingError, match="need the packages nvidia-nvvm for the nvcc"):
         loader.find_toolchain()
 

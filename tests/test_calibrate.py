@@ -36,8 +36,8 @@ def scales(model: Net, observer: Any, steps: int = 3) -> dict[str, float]:
 
 @torch.no_grad()
 def observed() -> dict[str, dict[str, dict[str, float]]]:
-    """Return the scale of each linear, by mesh and observer; under the key "x", the scale that each observer should choose
-    for x of the first block, computed from the amaxes of three steps."""
+    """Return the scale of each linear, by mesh and observer; under the key "x", the scale that each observer except mse
+    should choose for x of the first block, computed from the amaxes of three steps."""
     found: dict[str, Any] = {}
     for mesh, sizes in MESHES.items():
         model = net("bf16", worker.mesh(**sizes))
@@ -68,8 +68,8 @@ def delayed(role: str) -> DelayedScaling:
 
 
 def of_results() -> tuple[dict[str, float], dict[str, float], dict[str, Any]]:
-    """Return the calibrated scales after one step, the scales computed from the amaxes of y, and the statistics of the
-    step."""
+    """Run one calibration step. Return (found, wanted, stats): the calibrated scales, the scales computed from the amaxes
+    of y, and the statistics of the step."""
     mesh = worker.mesh(tp=2)
     model = net(dlp.CustomRecipe(delayed, name="all delayed"), mesh)
     dlp.record_stats(model, "**")
@@ -131,7 +131,7 @@ def test_statistics_show_what_static_scales_cut_off(ranks):
 
 
 def test_scale_and_range_are_of_the_same_last_batches(monkeypatch):
-    """BATCHES is 2: the largest of three batches, the first, counts for neither."""
+    """BATCHES is 2, so the first of three batches, which has the largest values, affects neither the scale nor the range."""
     monkeypatch.setattr(calibrate, "BATCHES", 2)
     model = nn.Sequential(nn.Linear(8, 8))
     for observer in ("max", "minmax", "average", "callable"):

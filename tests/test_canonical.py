@@ -40,7 +40,7 @@ def test_a_product_has_the_bits_of_any_part_of_it(terms, monkeypatch):
     monkeypatch.setattr(canonical, "ROOM", 1)
     assert torch.equal(products([(a, b)], count), whole)
     order = torch.cat([part[torch.randperm(len(part))] for part in torch.arange(terms).chunk(count)])
-    if terms // count <= CHUNK:  # sums within a segment are exact in every order
+    if terms // count <= CHUNK:  # equal bits in every order of the terms of a segment
         assert torch.equal(products([(a[:, order], b[:, order])], count), whole)
 
 

@@ -40,7 +40,7 @@ CASTS = ("cast_fp8_tensor", "cast_fp8_rowwise", "cast_fp8_block", "cast_mxfp8", 
 
 @contextmanager
 def on_kernels() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
-    """Run emulated kernels (tests.emulated) inside; return the list of launches."""
+    """Context in which emulated kernels (tests.emulated) run. Yields the list of their launches."""
     with emulation(kind="sm_100", batches=True), recorded() as launches:
         yield launches
 
@@ -57,7 +57,7 @@ def quantized(quantizer, x, at):
 
 
 def matrices(pair, seed: int) -> dict[str, Tensor]:
-    """Return the views of a matrix whose sizes both formats support."""
+    """Return views of a matrix, by name: only the views whose sizes both formats support."""
     unit = max(max(quantizer.format.multiple) for quantizer in pair)
     made = views(matrix(seed, *((200, 300) if unit == 1 else (192, 288))))
     return {how: x for how, x in made.items() if all(size % unit == 0 for size in x.shape)}

@@ -140,7 +140,7 @@ def _forward(
     assert attn_bias is None and compute_log_sumexp and dropout_p == 0.0 and not return_debug_mask and scale is None
     out, lse = CPU.forward(query, key, value, is_causal)
     seed, offset = torch.tensor(17), torch.tensor(23)
-    empty = out.new_empty(0)  # torch returns undefined tensors; an op in Python cannot
+    empty = out.new_empty(0)  # in place of undefined tensors, which an op in Python cannot return
     return out, lse.contiguous()[..., None], empty, empty, query.shape[2], key.shape[2], seed, offset, empty
 
 

@@ -420,7 +420,7 @@ def test_styles_that_a_llama_cannot_run_are_refused(arguments: str, sentence: st
     assert must_raise(ValueError, plan_for, load("tiny", given), 2, "cpu").startswith(sentence)
 
 
-# Messages that `early` cannot raise, because only `dlp` can check recipes and patterns
+# Parts of messages that `early` cannot raise, because only `dlp` can check recipes and patterns
 LATE = ("unknown recipe", "recipe bf16 has no option", "[[groups]] 'edges': ")
 
 

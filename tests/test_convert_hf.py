@@ -317,8 +317,8 @@ def test_what_is_exported_can_be_read_by_others(tmp_path: Path) -> None:
 
 
 def test_two_imports_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second import starts while the first reads, and finishes earlier. The first import then reports that the
-    target exists, and the files of both are intact."""
+    """The second import starts while the first reads, and finishes earlier. The first import then reports that the target
+    exists, removes its own files, and leaves the folder of the second intact."""
     published(tmp_path / "published")
     read, begun = safetensors_folder.read, list[bool]()
 

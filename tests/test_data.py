@@ -351,8 +351,8 @@ def test_targets_are_the_next_tokens(tmp_path: Path) -> None:
 
 
 def test_positions_begin_anew_with_each_document(tmp_path: Path) -> None:
-    """Token t of document d is 100 d + t, so each token determines its expected position, counted from the first token
-    in the window. One document begins at the second token of a window, and one window has six documents."""
+    """Token t of document d is 100 d + t, so each token determines its expected position, counted from the first token of
+    its document in the window. One document begins at the second token of a window, and one window has six documents."""
     lengths = (3, 1, 25, 2, 18, 1, 1, 1, 1, 1, 1, 41, 2, 2)
     write_shard(tmp_path / "a.shard", [100 * d + np.arange(length) for d, length in enumerate(lengths)], 1 << 20)
     shard = open_shard(tmp_path / "a.shard")

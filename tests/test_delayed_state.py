@@ -131,8 +131,8 @@ def test_wrong_options_are_refused(options: dict, message: str):
 
 
 def scaling(**changed: SlotUse) -> ScalingState:
-    """Return a scaling state with three slots: x, cast in forward and shared by ranks; w, not shared; dy, cast in
-    backward."""
+    """Return a scaling state with three slots: x (cast in forward, shared by ranks), w (cast in forward, not shared) and
+    dy (cast in backward, shared by ranks)."""
     uses = {"x": SlotUse(E4M3, True, True), "w": SlotUse(E4M3, True, False), "dy": SlotUse(E5M2, False, True)}
     return ScalingState(uses | changed)
 

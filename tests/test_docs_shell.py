@@ -1,6 +1,7 @@
 """The shell commands in README.md and docs/*.md run.
 
-    ```bash       every command runs, in the order of the page, in one folder with the files that the page presupposes
+    ```bash       every command except git and cd runs, in the order of the page, in one folder with the files that the page
+                  presupposes
     ```bash gpus  the commands do not run, because they need GPUs or many ranks; the marks `hosts`, `network` and `minutes`
                   state that they need several hosts, a network or minutes
 
@@ -105,7 +106,7 @@ def program(output: Path, folder: Path, module: str, arguments: list[str], envir
     os.dup2(file, 2)
     sys.argv = [module, *arguments]
     torch.multiprocessing.start_processes = start_forks
-    # Plotting takes as long as the steps; test_launch_metrics.py and test_run_recipes.py draw
+    # Draw nothing: plotting takes as long as the steps, and test_launch_metrics.py and test_run_recipes.py draw
     plots.write_plot, cast_statistics_plot.write_stats = training._no_plot, statistics
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,4 +1,5 @@
-"""Every error names a remedy or has a row in docs/errors.md, and each message is in a test.
+"""Every error that dlp.comm, dlp.parallel, dlp.quant, launch or bench raises for a user names a remedy or has a row in
+docs/errors.md, and each message is in a test.
 
 `WAY_OUT` matches messages that name a remedy: by a clause that begins with a verb ("; set overlap = 'serial'"), by the
 allowed values ("must be 0 or 1", "the nearest are ..."), or by an inserted text at the end ("; {remedy}"). Each other
@@ -6,7 +7,7 @@ message has a row in the page, with cause and remedy. A message that names a rem
 page with more information. `PARTS` are messages of inner errors, which another message with a remedy quotes.
 
 The message in a row has … in place of values, and may be cut at the end. A message counts as tested if a string in a
-test contains at least ENOUGH characters of its fixed text. Kernels are excluded, because their errors are mistakes in
+test contains at least ENOUGH characters of its fixed text. dlp.kernels is excluded, because its errors are mistakes in
 dlp, or higher layers raise errors first.
 """
 
@@ -76,8 +77,8 @@ def said() -> list[str]:
 
 
 def raised() -> Iterator[tuple[str, str]]:
-    """Yield (file and line, message) of every `raise` that reports an error of a user: with a string that has more than 10
-    characters of fixed text, and no exception of OURS."""
+    """Yield (file and line, message) of every `raise` that reports an error of a user: with a string that has a fixed
+    part of more than 10 characters, and an exception that is not in OURS."""
     for folder in ("dlp/comm", "dlp/parallel", "dlp/quant", *FOLDERS[1:]):
         for path, node in nodes_in(folder, KINDS):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:

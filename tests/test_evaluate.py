@@ -163,8 +163,8 @@ def written(path: str, tp: int, temperature: float, seed: int) -> list[int]:
 
 
 def read_again(path: str) -> tuple[list[int], str]:
-    """The most likely tokens, computed by reading the full text for each token; and the message about a text that is
-    too long. Runs in a worker."""
+    """Return (tokens, message): the most likely tokens, computed by reading the full text for each token, and the message
+    about a text that is too long. Runs in a worker."""
     found, tokens = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16")), PROMPT
     for _ in range(12):
         last = found.model(tokens).unflatten(0, tokens.shape)[:, -1]
@@ -188,8 +188,13 @@ def test_it_writes_what_reading_all_again_would_write(ranks, checkpoint):
 
 
 def ends(path: str, tp: int) -> tuple[list[int], list[int], list[int], int]:
-    """Return the tokens of a generated text, the tokens that are generated if the fifth new token is the stop token, the
-    new tokens before the stop token, and the stop token. Check that texts of a batch stop separately. Runs in a worker."""
+    """Return (whole, short, after, stop), and check that texts of a batch stop separately. Runs in a worker.
+
+    whole   tokens of the prompt and a generated text
+    stop    stop token of the other texts: the fifth new token of `whole`
+    short   tokens of the prompt and a text that is generated until the stop token
+    after   new tokens of `short` before the stop token
+    """
     found, prompt = opened(path, tp, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16")), PROMPT.shape[1]
     hot = generate.Sampling(3.0)
     whole = generate.write(found, PROMPT, 12, hot).tokens[0].tolist()
@@ -377,8 +382,14 @@ def test_a_document_is_scored_in_windows() -> None:
 
 
 def long_requests(path: str) -> tuple[list[int], list[Any], list[Any], list[str]]:
-    """Run requests that are longer than the 8 tokens with which a model was trained. Return the number of tokens of each
-    forward, the results for lm_eval, the results with explicit windows, and the messages. Runs in a worker."""
+    """Run requests that are longer than [train] sequence, which is set to 8. Return (lengths, told, by_hand, messages).
+    Runs in a worker.
+
+    lengths   number of tokens of each forward
+    told      results of the requests for lm_eval
+    by_hand   results of the same requests with explicit windows
+    messages  refusals, and remarks about truncation
+    """
     found = opened(path, 1, ("train.dtype", "fp32"), ("groups.default.recipe", "bf16"), ("train.sequence", "8"))
     with patch.object(harness, "need", return_value=types.SimpleNamespace(TemplateLM=object)):
         model = harness.adapted(found, BYTES)

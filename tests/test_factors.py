@@ -63,8 +63,8 @@ def test_statistics_of_a_step_begin_at_zero():
 
 
 class _Slot:
-    """Stand-in for a slot: records the amaxes on which ranks agree, and returns them plus 1 as the maxima of all
-    ranks."""
+    """Stand-in for a slot: records the number of tensors of each agreement, and returns the amaxes plus 1 as the maxima
+    of all ranks."""
 
     def __init__(self) -> None:
         self.launches: list[int] = []

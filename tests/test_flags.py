@@ -38,7 +38,7 @@ def a_flag() -> Tensor:
 def test_a_cast_sets_its_flag_where_a_value_is_not_finite(quantizer: Any, by: str, value: float):
     x = matrix(1, 128, 128)
     x[77, 31] = value
-    x[3, 5] = -torch.finfo(torch.bfloat16).max  # sums of such values would overflow
+    x[3, 5] = -torch.finfo(torch.bfloat16).max  # finite, although a sum of such values overflows
     both, finite = one_read(quantizer, quantizer), abs(value) < torch.inf
     rowwise, columnwise, together = a_flag(), a_flag(), a_flag()
     with emulation() if by == "kernels" else nullcontext():
@@ -114,7 +114,7 @@ def model_of(recipe: Any, on_nonfinite: str = "raise") -> nn.Sequential:
 
 def step(model: Any, into: str = "", value: float = torch.inf) -> None:
     """Run one optimizer step. Write `value` into x or dy, or into the gradient of the weight, so that the step boundary
-    casts a weight with this value. `into`: "x", "dy", "w", or "" for none."""
+    casts a weight that is not finite. `into`: "x", "dy", "w", or "" for none."""
     x, dy = torch.randn(TOKENS, FEATURES), torch.randn(TOKENS, FEATURES)
     if into in ("x", "dy"):
         {"x": x, "dy": dy}[into][7, 3] = value
@@ -132,9 +132,9 @@ def step(model: Any, into: str = "", value: float = torch.inf) -> None:
 )
 def test_an_inf_is_told_one_step_late(recipe: str, into: str, of: str, late: int, value: float):
     model = model_of(recipe)
-    for i in (1, 2, 3):  # an update sets the weight of the next step
+    for i in (1, 2, 3):
         step(model, into if i == 3 else "", value)
-    if late:
+    if late:  # the gradient of step 3 changes the weight that is cast for step 4
         step(model)
     said = must_raise(FloatingPointError, step, model)
     assert said.startswith(f"step {3 + late}: {of} held a NaN or Inf when it was cast on rank 0, ")

@@ -81,7 +81,7 @@ def uniform(seed: int, rows: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("quantizer", [ROW, TILE, TRANSFORMED], ids=["rows", "tiles", "rht"])
 def test_casts_are_the_formula(quantizer):
-    """Compare with the formula for values of all magnitudes in fp32 and bf16, with the amax of the tensor, a larger
+    """Compare with the formula for values of several magnitudes in fp32 and bf16, with the amax of the tensor, a larger
     amax as from other ranks, and amaxes near FLT_MAX."""
     shares = []
     for seed, dtype, exponent in ((0, torch.bfloat16, 0), (1, torch.float32, -20), (2, torch.float32, 9)):

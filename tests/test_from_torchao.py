@@ -66,7 +66,7 @@ def config(ao: ModuleType, recipe: Any, mode: str) -> Any:
 
 
 def linear(dtype: torch.dtype, exact: bool, largest: float = 448) -> tuple[nn.Sequential, Tensor]:
-    """Return a linear and x. `exact`: the largest value of every row is the largest code times a power of two."""
+    """Return a linear and x. `exact`: the largest value of every row is `largest` times a power of two."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(128, 96, bias=False)), torch.randn(32, 128)
     if exact:
@@ -77,8 +77,8 @@ def linear(dtype: torch.dtype, exact: bool, largest: float = 448) -> tuple[nn.Se
 def both(
     ao: ModuleType, recipe: Any, mode: str, dtype: torch.dtype, exact: bool
 ) -> tuple[nn.Module, nn.Module, nn.Module, Tensor]:
-    """Return an nn.Linear quantized by dlp, a frozen linear of dlp and an nn.Linear quantized by torchao, with the same
-    weights; and x."""
+    """Return (ours, whole, theirs, x): an nn.Linear quantized by dlp, a frozen linear of dlp and an nn.Linear quantized by
+    torchao, with the same weights, and an input."""
     if recipe == ROWWISE and mode == "dynamic" and not scales_rows_on_cpus():
         pytest.skip("torchao multiplies by torch._scaled_mm, which takes no scales of rows on a CPU here")
     largest = 127.5 if recipe == INT8 else 448
@@ -109,7 +109,7 @@ def test_outputs_are_within_one_ulp_of_torchaos(ao, recipe, mode):
     assert ulps(frozen(x), theirs(x)).max() <= 1
 
 
-@pytest.mark.parametrize(("recipe", "mode"), [CASES[0], *CASES[2:]])  # torchao casts rows of bf16 only
+@pytest.mark.parametrize(("recipe", "mode"), [CASES[0], *CASES[2:]])  # torchao casts rows in bf16 only
 @torch.no_grad()
 def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
     ours, _, theirs, x = both(ao, recipe, mode, torch.float32, False)
@@ -122,8 +122,8 @@ def test_in_fp32_they_are_so_for_any_values(ao, recipe, mode):
 @pytest.mark.parametrize(("recipe", "mode"), CASES)
 @torch.no_grad()
 def test_scales_of_torchao_are_ours_rounded_to_bf16(ao, recipe, mode):
-    """Outputs in bf16 differ from torchao's only because of the rounded scales. The SQNR of
-    dlp's outputs is at most 0.5 dB lower."""
+    """The scales of torchao equal the scales of dlp, rounded to bf16. The SQNR of dlp's outputs is at most 0.5 dB lower
+    than that of torchao's outputs."""
     ours, _, theirs, x = both(ao, recipe, mode, torch.bfloat16, False)
     weight = ours[0].weight
     assert isinstance(weight, QuantizedParameter)
@@ -152,7 +152,8 @@ def gw_hp(role: str) -> Operand | None:
     ],
 )
 def test_training_has_the_outputs_and_gradients_of_torchao(theirs, ours, equal, dtype):
-    """Both libraries run emulated FP8 GEMMs. The magnitudes of rows and columns of the inputs differ by up to 2^10."""
+    """Both libraries run emulated FP8 GEMMs. The rows of the weight differ in magnitude by up to 2^10, and so do its
+    columns."""
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

@@ -1,5 +1,5 @@
-"""Observing and casting both gradients of a gated activation together gives the bits of separate casts, with the CPU
-code and with emulated kernels."""
+"""Observing and casting both gradients of a gated activation together gives the bits of separate casts, with the
+reference and with emulated kernels."""
 
 from __future__ import annotations
 

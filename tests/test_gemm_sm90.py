@@ -1,5 +1,5 @@
-"""Choice of the block-scaled GEMMs that dlp's kernel for Hopper runs. The choice depends on sizes and layouts only, so that no
-device is needed."""
+"""Choice of the block-scaled GEMMs that dlp's kernel for Hopper runs. The choice depends on sizes and layouts only, so
+the tests need no device."""
 
 from __future__ import annotations
 

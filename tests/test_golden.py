@@ -322,8 +322,8 @@ X = ("x", "x_dec")
 CAST = (*X, "code", "value", "note")
 BLOCKS = ("x_prefix", "x_prefix_dec", "fill", "n", "dtype", "format", "amax", "codes_prefix", "code_fill", "note")
 SCALED = ("dtype", "format", "pow2", "eps", "scale", "scale_dec", "scale_inv", "note")
-# group -> (check, fields that a case may have besides id); *_dec, note and torchao_* are repetitions or comments, and
-# not checked
+# group -> (check, fields that a case may have besides id). Not all fields are checked: *_dec, note, name, torchao_*, te_*
+# and paper_* are repetitions or comments.
 GROUPS: dict[str, tuple[Callable[[Case], None], tuple[str, ...]]] = {
     "cast_e4m3": (cast_fp8("e4m3"), CAST),
     "cast_e5m2": (cast_fp8("e5m2"), CAST),

@@ -180,7 +180,7 @@ def test_a_gemm_may_be_prepared_for_its_layouts():
 
 @operation
 def cast_to_int6(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Cast x [rows, C] with the amaxes of its rows [rows, 1] -> codes int8 [rows, C], scale_inv fp32 [rows, 1]."""
+    """Cast x [rows, cols] with the amaxes of its rows [rows, 1] -> codes int8 [rows, cols], scale_inv fp32 [rows, 1]."""
     scale_inv = (amax / 31).clamp(min=1e-30)
     return (x / scale_inv).round().to(torch.int8), scale_inv
 

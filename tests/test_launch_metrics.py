@@ -205,7 +205,7 @@ def test_a_plot_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
 
 def test_swap_labels_and_legend_lie_where_nothing_is_hidden(tmp_path: Path) -> None:
     figure = draw([make_run(tmp_path / name, 100) for name in ("a", "b")])
-    figure.axes[0].set_xlim(1, 100)  # no margin: the first and the last label have a frame
+    figure.axes[0].set_xlim(1, 100)  # no margin: the first and the last swap are on the frame
     figure.canvas.draw()
     loss, differences, *_ = figure.axes
     frame = loss.get_window_extent()

@@ -24,7 +24,8 @@ def made(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def with_adapters(model: nn.Module, **options) -> nn.Module:
-    """Add adapters with a random lora_B instead of zeros, so that every gradient is nonzero; return the model."""
+    """Add adapters with random lora_A and lora_B, so that every gradient is nonzero (`dlp.lora` sets lora_B to zero);
+    return the model."""
     dlp.lora(model, rank=8, alpha=16, **options)
     generator = torch.Generator().manual_seed(1)
     for _, module in adapted(model):
@@ -77,7 +78,7 @@ def test_merged_weights_compute_what_adapters_did(base):
     assert not list(adapted(model)) and type(model[0]) is nn.Linear
     torch.testing.assert_close(model(x), y, rtol=1e-4, atol=1e-4)
     merged = model[0].weight.detach().clone()
-    dlp.quantize_(model, "nvfp4")  # the base is quantized, so merging writes codes
+    dlp.quantize_(model, "nvfp4")  # merged weights are values, which can be quantized again
     codes = QuantizedParameter.from_float(merged, dlp.recipe("nvfp4").w.rowwise)
     assert all(map(torch.equal, model[0].weight.parts, codes.parts))
 

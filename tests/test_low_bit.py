@@ -155,8 +155,7 @@ def test_no_block_leaves_its_row_or_its_rank(shape, shards, reason):
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_what_is_decoded_is_what_was_written(ao, name):
-    """Decoded averages are within the precision of the codes, and so are averages that are loaded in another encoding
-    or in fp32."""
+    """Decoded averages differ from the written averages by at most the precision of the codes."""
     values = {key: torch.randn(32, 256).abs() for key in AVERAGES}
     parameter = nn.Parameter(torch.zeros(32, 256))
     for key, signed in AVERAGES.items():

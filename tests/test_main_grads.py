@@ -147,8 +147,8 @@ def test_megatrons_main_grad(dtype: torch.dtype):
 )  # fmt: skip
 def test_a_main_grad_is_overwritten_where_that_is_asked(recipe: str):
     """With `overwrite_main_grad` the old content of main_grad is replaced. In bf16 the GEMM itself overwrites
-    main_grad. In qat, zeros for clipped codes are set in the result of the GEMM, and the result then replaces
-    main_grad."""
+    main_grad. In qat, the elements of the GEMM's result with clipped codes are first set to 0, and the result then
+    replaces main_grad."""
     model = linear(recipe)
     plain, adding = attached(model), attached(model, "main_grad")
     weight = weight_of(adding)

@@ -148,7 +148,7 @@ def test_a_plan_shows_fused_blocks_and_refuses_what_they_cannot_be() -> None:
 
 
 def test_a_qwen3_runs_under_sequence_parallelism():
-    """Norms of the heads of q and k read features that tp shards, for all tokens."""
+    """The norms of q and k read features that are sharded over tp, for all tokens."""
     config = load("qwen3_8b", ["--mesh.tp", "2", "--mesh.sequence_parallel", "true", "--mesh.dp_shard", "1"])
     others = {other.name: other for other in plan_for(config, 2, "cpu").others}
     norm = others["model.layers.0.self_attn.q_norm"]

@@ -87,8 +87,8 @@ def test_the_hadamard_transform_cancels_in_wgrad(seed: int):
 
 
 def test_signs_are_a_part_of_the_basis():
-    """The signs of the Hadamard transform are part of the format: a GEMM refuses operands with different signs, and the
-    plan has a note if no kernel supports the signs."""
+    """The signs of the Hadamard transform are part of the format: a GEMM refuses operands with different signs, and only
+    the default signs have a kernel for the cast."""
     x, fixed = matrix(3, 32, 32), load("nvfp4").x.columnwise
     for signs, basis in ((0xD7E8, "rht"), ("fixed", "rht"), ("none", "rht 0x0000"), (0xBEEF, "rht 0xbeef")):
         recipe = load("nvfp4", rht_signs=signs)
@@ -121,7 +121,8 @@ def test_the_columnwise_amax_is_that_of_the_transformed_values(seed: int, expone
 
 
 def butterfly(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Transform x [rows, 16] element by element in fp32, with one rounding to bf16 at the end."""
+    """Return the Hadamard transform of x [rows, 16] with the default signs, computed element by element in fp32, with one
+    rounding to bf16 at the end. `strides`: distance of the two elements of a butterfly, for each of the four passes."""
     rows = [[-value if 0xD7E8 >> i & 1 else value for i, value in enumerate(row)] for row in x.float().numpy()]
     for stride in strides:
         for row in rows:

@@ -1,9 +1,9 @@
 """Agreements on amaxes, and operands that are saved for backward. The tests need no ranks: `FakeGroup` has a size,
 but does not communicate.
 
-Rule: ranks agree on a scale over tp iff the operand is gathered and tp shards a dimension that the scale spans. With
-`amax_scope="all"` they also agree for operands that are not gathered. With an amax group of the user, they always
-agree. CUT states which dimensions tp shards in each style.
+Rule: ranks agree on a scale over tp iff the operand is gathered and the scale spans a dimension that is sharded over
+tp. With `amax_scope="all"` ranks also agree for operands that are not gathered. With a user-defined amax group, ranks
+always agree. CUT states which dimensions are sharded over tp in each style.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.cases import RECIPES
 
 SIZE = 64
 GATHERED = {"COLUMN_SP": "x", "ROW_SP": "dy"}
-# style -> dimension of x, w and dy that tp shards
+# style -> {operand: dimension that is sharded over tp}
 CUT = {
     "LOCAL": {}, "LOCAL_SP": {"x": 0, "dy": 0}, "COLUMN": {"w": 0, "dy": 1}, "ROW": {"w": 1, "x": 1},
     "COLUMN_SP": {"x": 0, "w": 0, "dy": 1}, "ROW_SP": {"x": 1, "w": 1, "dy": 0},
@@ -145,7 +145,7 @@ def saved_bytes(recipe: str, dtype: torch.dtype, siblings: int = 1, tokens: int 
     return of_layer(layer, torch.randn(tokens, 128, dtype=dtype, requires_grad=True))
 
 
-SMALL = 64  # bytes of scales and other tensors without tokens
+SMALL = 64  # bound on the bytes of saved tensors whose size does not depend on the tokens, such as scales
 
 
 def test_what_is_saved_for_backward_is_quantized():

@@ -516,8 +516,8 @@ def test_copies_states_and_lists():
 
 
 def test_parameters_begin_anew_where_memory_came_later():
-    """As with torch's modules, a user who constructs a model on meta calls `reset_parameters` of all modules that have
-    the method."""
+    """A user constructs a model on meta, and then calls `reset_parameters` of all modules that have the method, as with
+    torch's modules. All parameters then have their initial values."""
     with torch.device("meta"):
         model = ops.Sequential(
             ops.LayerNorm(H), ops.Linear(H, (FFN, FFN)), ops.SwiGLU(), ops.BasicLinear(FFN, H), ops.Bias(H),

@@ -269,8 +269,8 @@ PACKAGE, REFERENCE = (f"{Path(each.__file__).parent}{os.sep}" for each in (dlp, 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_current"])
 def test_four_captured_ops_are_few_calls_of_python(recipe: str):
-    """A replay of four fused ops calls at most 60 Python functions of dlp, and less than 1.6 times as many as one
-    linear."""
+    """The replayed forward and backward of four fused ops make at most 60 calls of Python functions of dlp, and less than
+    1.6 times as many calls as those of one linear."""
 
     def calls(model: nn.Module) -> int:
         dlp.attach(model.bfloat16(), torch.optim.SGD(model.parameters(), 0.0))
@@ -352,7 +352,8 @@ def test_gemms_that_round_to_tf32_are_other_launches(monkeypatch: pytest.MonkeyP
 
 
 def test_a_thread_that_captures_a_direction_beside_another():
-    """If two threads are ready to capture a pass, the first thread captures, and the second replays."""
+    """If two threads are ready to capture a pass, the first thread captures, and the second replays. The test has one
+    thread: the call of the first thread runs inside of the call of the second."""
     model, x = mlp("fp8_current").bfloat16(), torch.zeros(M, K, dtype=torch.bfloat16)
     with torch.no_grad():
         expected = model(x)
@@ -371,7 +372,8 @@ def test_a_thread_that_captures_a_direction_beside_another():
 
 
 def test_saved_tensors_that_come_back_otherwise_are_read_as_they_are():
-    """Code that offloads saved tensors may restore them with other strides."""
+    """Code that offloads saved tensors may restore them with other strides. Backward must read these tensors with their
+    strides, although launches were captured for other strides."""
 
     def back(saved: Tensor) -> Tensor:
         return saved.t().contiguous().t() if saved.dim() == 2 else saved.clone()
@@ -388,8 +390,8 @@ def test_saved_tensors_that_come_back_otherwise_are_read_as_they_are():
 
 
 def test_a_forward_that_records_is_another_one():
-    """A forward that records amaxes (in training) is captured separately from a forward that does not, even if no
-    gradient is needed, because only recorded amaxes count for delayed scales."""
+    """A forward with gradients enabled records amaxes for delayed scales, and a forward under no_grad does not. The two
+    have separate plans, even if no tensor needs a gradient."""
     model = ops.Sequential(ops.Linear(K, K, bias=False, recipe="fp8_delayed")).bfloat16().requires_grad_(False)
     dlp.attach(model, torch.optim.SGD(model.parameters(), 0.0))
     model(torch.zeros(M, K, dtype=torch.bfloat16))

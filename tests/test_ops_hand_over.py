@@ -197,8 +197,8 @@ def test_compiled_code_casts_what_was_changed_after_the_cast(how: str, grad: boo
 
 @pytest.fixture
 def casts_of_x(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets an entry for each cast of x: "codes" if Quantize casts, "quantize" if the linear
-    casts."""
+    """Return a list that gets an entry for each cast of x: "quantize" if the linear that reads x casts; "codes" if the op
+    before it casts (Quantize, or a linear with output="quantized")."""
     found: list[str] = []
 
     def recorded(engine: Any, name: str, plan: Any, *args: Any, **options: Any) -> Any:
@@ -330,8 +330,8 @@ def test_a_reader_replaces_recipe_and_ranks():
 
 
 def test_a_reader_casts_by_the_region_around_it():
-    """In an autocast region Quantize casts for the recipe of the region. Only the reader itself accepts the codes: for
-    another layer, or a copy of the reader, they would be quantized twice."""
+    """In an autocast region Quantize casts for the recipe of the region. Only the reader itself accepts the codes.
+    Another layer, or a copy of the reader, refuses them, because it would quantize x a second time."""
     layer, x = dlp.Linear(C, C, recipe="fp8_current"), values(1, TOKENS, C)
     quantize = ops.Quantize(reader=layer, strict=True)
     with dlp.autocast(recipe="fp8_block"):

@@ -200,8 +200,8 @@ ERRORS = {
 }
 
 
-# Errors with the same message under a dispatch mode. There autograd itself checks the shapes of gradients, and the message
-# about the result of op_backward names the op only by its class.
+# Errors whose message is the same under a dispatch mode. The messages of the other errors differ: under a dispatch mode
+# autograd itself checks the shapes of gradients, and messages about results of op_backward name only the class of the op.
 WATCHED = [
     error
     for error in ERRORS
@@ -506,7 +506,8 @@ OUTPUTS = {
 @pytest.mark.parametrize("kind", OUTPUTS)
 @pytest.mark.parametrize("shape", [(M, H), (2, M, H)], ids=["tokens", "sequences"])
 def test_outputs_may_be_written_to_as_those_of_torch(kind: str, shape: tuple[int, ...]):
-    """y += 1, or an in-place activation after a model, works for every shape."""
+    """An in-place operation on an output, such as y *= 2, gives the results and gradients of an out-of-place
+    operation."""
     model, x = OUTPUTS[kind](), values(0, *shape).requires_grad_()
     found = []
     for in_place in (False, True):

@@ -41,8 +41,8 @@ def test_a_transformer_layer_is_that_of_torch():
 
 
 def test_modules_return_the_norm_and_the_bias_where_asked():
-    """Results are y, then the bias that was not added, then the output of the norm. The bias of the gated siblings is
-    always added."""
+    """Results are y, then the biases that were not added, then the output of the norm. LayerNormMLP returns only the
+    bias of its last linear, and adds the other biases."""
     x, both = values(1, M, H), {"return_layernorm_output": True, "return_bias": True}
     for out in (FFN, (FFN, H)):
         module = ops.LayerNormLinear(H, out, **both)
@@ -93,7 +93,8 @@ TE = [
 @pytest.mark.parametrize("nested", [False, True], ids=["", "nested"])
 @pytest.mark.parametrize(("make", "names"), TE, ids=["linear", "siblings", "mlp", "layer"])
 def test_states_of_transformer_engine_load_and_go_back(make: Any, names: str, nested: bool):
-    """A state with the names of Transformer Engine loads, and `state_dict` returns it bit for bit."""
+    """`from_te` converts a state with the names of Transformer Engine to a state that loads, and `to_te` then returns the
+    original state bit for bit."""
     models = [nn.ModuleDict({"a": make(), "b": nn.Linear(2, 2)}) if nested else make() for _ in range(2)]
     prefix = "a." if nested else ""
     state = {name: torch.randn_like(tensor) for name, tensor in ops.to_te(models[0]).items()}

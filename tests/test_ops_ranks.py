@@ -92,7 +92,8 @@ def test_a_block_is_that_of_one_rank_and_its_fusions_that_of_its_ops(recipe: str
         parts = [found[name] for found in fused]
         if sp and name in ("y", "dx"):
             parts = [torch.cat(parts)] * 2
-        # Each of these gradients covers only the tokens of one rank; a converted model would sum them over tp
+        # Each of these gradients covers only the tokens of one rank. A converted model sums them over tp; here the test
+        # sums them
         if sp and name in ("d0.weight", "d3.bias"):
             parts = [parts[0] + parts[1]] * 2
         for part in parts:
@@ -155,7 +156,7 @@ def test_collectives_of_the_users_are_those_of_the_linear_beside(recipe: str, ra
 
 
 def copied() -> list[list[str]]:
-    """Copy `ops.Sequential` whose ops have process groups; return the class names of the copied ops. Checks that a
+    """Copy `ops.Sequential` whose ops have process groups; return the class names of the copied ops. Check that a
     copied op shares only the process group with the original."""
     tp, found = worker.mesh(dp_shard=1, tp=2)["tp"], []
     row = {"tensor_parallel_mode": "row", "tensor_parallel_group": tp, "recipe": "fp8_current"}
@@ -217,9 +218,13 @@ def test_a_row_parallel_linear_does_not_add_a_bias_that_it_returns(ranks: Any):
 
 def handed_over(recipe: str, by_reader: bool) -> tuple[list[dict[str, Tensor]], str, list[str], list[list[str]]]:
     """Run a column- and a row-parallel linear on token shards: first with x and dy that Quantize has quantized with
-    scales agreed over tp, then with x and dy in high precision. Return the weight gradients of both runs; the message
-    about scales that are not agreed ("": there is none); the gathered operands; and the casts of the linears in each
-    run."""
+    scales agreed over tp, then with x and dy in high precision. Return (gradients, message, sent, casts).
+
+    gradients    weight gradients of each run
+    message      error of the linear for an x with scales that the ranks have not agreed on; "" if there is no error
+    sent         gathered operands of both runs, as "tensor format"
+    casts        tensors that the linears cast in each run
+    """
     mesh = worker.mesh(dp_shard=1, tp=2)
     group, rank, sent, found = mesh["tp"].get_group(), mesh["tp"].get_local_rank(), list[str](), list[Any]()
     casts: list[list[str]] = []
@@ -453,7 +458,7 @@ def test_programs_of_users_run_on_shards_and_again_in_backward(ranks: Any):
 
 
 class OnShards(nn.Module):
-    """A block on token shards, in a model that scatters and gathers its tokens."""
+    """Model that scatters its tokens over tp, runs a block on the token shards, and gathers the tokens."""
 
     def __init__(self, tp: Any) -> None:
         super().__init__()
@@ -494,8 +499,12 @@ def test_a_converted_sequence_on_shards_sums_the_gradients_of_its_norms(ranks: A
 
 
 def adopted() -> tuple[list[Any], list[str], str, str]:
-    """Convert a model whose linears were constructed with a style; return the recipe, overlap and style of the linears
-    after conversion, the types of the ops, the plan, and the message about a group with another style."""
+    """Convert a model whose linears were constructed with a style. Return (linears, types, plan, message).
+
+    linears    (recipe, overlap, style) of each linear after conversion
+    types      class names of the ops
+    message    error of a conversion with a layer group that sets another style
+    """
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = OnShards(mesh["tp"])
     groups = [
@@ -628,7 +637,7 @@ MODULES: dict[str, Any] = {
 
 
 def te_state(kind: str) -> dict[str, Tensor]:
-    """Return a state dict as one rank of Transformer Engine saves it, with unsharded tensors."""
+    """Return a state dict with unsharded tensors, as Transformer Engine saves it without tensor parallelism."""
     shapes = {name: tensor.shape for name, tensor in ops.to_te(MODULES[kind]()).items()}
     return {name: values(i, *shape) / 8 for i, (name, shape) in enumerate(shapes.items())}
 
@@ -693,7 +702,8 @@ def test_a_module_on_token_shards_is_that_of_one_rank(kind: str, recipe: str, co
         if name.startswith(("y", "dx")):
             dims = [dim for dim, size in enumerate(tensor.shape) if size != pair[0].shape[dim]]
             found = torch.cat(pair, dims[0]) if dims else pair[0]
-        # A gradient that differs between ranks covers only the tokens of one rank; a converted model would sum it over tp
+        # A gradient that differs between ranks covers only the tokens of one rank. A converted model sums it over tp; here
+        # the test sums it
         else:
             found = pair[0] if torch.equal(*pair) else pair[0] + pair[1]
         # Softmax ignores a bias that is equal for all keys, so the gradient is only rounding

@@ -95,7 +95,7 @@ def test_dropout_scales_the_gradient_as_its_output(p: float):
 
 @pytest.mark.parametrize("around", [nullcontext, Watched], ids=["fused", "traced"])
 def test_the_slope_of_relu_at_zero_is_zero(around: Any):
-    """The slope equals torch's, also for a gate, and for basic ops. -0.0 counts as zero."""
+    """The slope at 0.0 and at -0.0 is 0, as in torch, also in a gate and under a dispatch mode."""
     gate = torch.tensor([[0.0, -0.0, 1.0, -1.0]])
     for make, up, slope in ((ops.ReLU, [], 1.0), (ops.ReGLU, [torch.full((1, 4), 3.0)], 3.0)):
         x = torch.cat([gate, *up], 1).requires_grad_()

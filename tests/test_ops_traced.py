@@ -199,8 +199,8 @@ def test_compiled_code_is_one_graph():
 
 
 def test_equal_blocks_share_a_graph():
-    """Equal blocks share graphs: there is one graph for the first step, and one for later steps, whose weights the step
-    boundary has cast."""
+    """Equal blocks share graphs: three blocks have at most three graphs, although the first step needs another graph than
+    later steps, whose weights the step boundary has cast."""
     torch.compiler.reset()
     counters.clear()
     blocks = [ops.Sequential(ops.RMSNorm(H), ops.Linear(H, H, recipe="fp8_delayed")) for _ in range(3)]

@@ -157,7 +157,7 @@ def test_a_run_resumes_from_torchs_checkpoints_bit_for_bit(ranks, kind: str, tmp
 
 def test_the_update_of_an_element_does_not_depend_on_the_cut():
     """The update of an element has the same bits in shards of 1 to 13 elements. (torch's fused AdamW has other bits in
-    shards of 4 and 12 elements.)"""
+    shards of 4 elements.)"""
 
     def trained(kind: type[torch.optim.Optimizer], cut: int) -> Tensor:
         draw = torch.Generator().manual_seed(0)

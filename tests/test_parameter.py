@@ -31,7 +31,7 @@ HELD = [name for name in RECIPES if not caps_of(recipes.load(name).w.rowwise).sl
 
 
 def linear(recipe: str, dynamic: bool = True) -> tuple[nn.Linear, torch.Tensor]:
-    """Return a linear with a quantized weight, and an x for the linear."""
+    """Return a linear with a quantized weight, and an x for the linear. If `dynamic`, the linear also quantizes x."""
     torch.manual_seed(0)
     made, chosen = nn.Linear(128, 256, dtype=torch.bfloat16), recipes.load(recipe)
     quantized = QuantizedParameter.from_float(made.weight, chosen.w.rowwise, chosen.x.rowwise if dynamic else None)
@@ -256,8 +256,8 @@ def test_scales_of_x_that_differ_are_not_joined():
 
 
 def test_activations_may_be_recomputed():
-    """Activations of a model with adapters on a quantized base can be recomputed: hooks of saved tensors get each
-    tensor once."""
+    """Activations of a layer with a quantized weight can be recomputed, as in training of adapters. Recomputation
+    requires that hooks of saved tensors get each tensor once."""
     layer, x = linear("mxfp8")
     grads = []
     for run in (layer, partial(checkpoint, layer, use_reentrant=False)):

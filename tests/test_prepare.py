@@ -153,7 +153,7 @@ def refused(tmp_path: Path, *arguments: str) -> str:
 
 @pytest.mark.parametrize("program", [generate, harness])
 def test_who_reads_a_tokenizer_is_told_its_separator(monkeypatch, tmp_path: Path, program) -> None:
-    monkeypatch.setattr(harness, "need", lambda *package: None)  # lm_eval, which is not needed for a refusal
+    monkeypatch.setattr(harness, "need", lambda *package: None)  # the error comes before lm_eval is needed
     arguments = ["nowhere", "--tokenizer", str(tokenizer(tmp_path, end=None))]
     arguments += ["--prompt", "a"] if program is generate else ["--tasks", "a"]
     with pytest.raises(ValueError, match="names an eos_token, .* name it with --separator"):

@@ -50,7 +50,8 @@ def test_rms_norm_and_its_gradients_are_those_of_float64(shape, dtype):
 
 
 def test_rstd_is_rounded_as_the_kernel_rounds():
-    """The kernel rounds each step to the nearest fp32. On some CPUs torch's square root does not."""
+    """The reference must round each step of rstd to the nearest fp32, as the kernel does. torch's square root does not on
+    some CPUs."""
     x = draw(4000, 8)
     squares = reference.producers.row_sums(x * x) / 8 + EPS
     roots = torch.tensor([math.sqrt(value) for value in squares.tolist()])

@@ -1,6 +1,6 @@
 """Captured launches of a linear without communication, recorded once and replayed, on an emulated device.
 
-Every test compares with an equal model that never captures launches, and the bits must be equal. No ranks.
+Most tests compare with an equal model that never captures launches, and the bits must be equal. No ranks.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def test_so_it_does_in_compiled_code(recipe: str, case: dict[str, Any]):
 
 
 def test_nothing_is_kept_of_tensors_that_are_gone():
-    """Replays do not read the tensors of the recording, which the test frees and overwrites."""
+    """Captured launches have no reference to tensors of the recording. Replays are correct although other tensors get
+    the memory of these tensors."""
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"))
     held = []
     for seed in range(6):

@@ -26,7 +26,8 @@ NAMES = ("y", "dx", "dw", "db")
 
 def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x, w, b and dy. Rounding the zero point of token 0 shifts its codes by half a code, so that its largest
-    value is clipped. In each group of w, the largest value is clipped in the same way if it is positive."""
+    value is clipped. In each group of w, the value of largest magnitude is clipped if it is positive, because symmetric
+    codes have one more code below zero than above."""
     made = torch.Generator().manual_seed(0)
     x, w, b, dy = (torch.randn(shape, generator=made) for shape in ((M, K), (N, K), (N,), (M, N)))
     x[0] = x[0].clamp(-1, 1)
@@ -104,7 +105,7 @@ def recipe_casts(recipe: dlp.Recipe) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 0)])
 def test_is_torchaos_fake_quantized_linear(bits, group):
     """y is bitwise equal to y of torchao. torchao computes gradients as (g * scale) * (1 / scale), so its gradients
-    differ by one or two units in the last place."""
+    differ by rounding errors."""
     qat, configs = (
         pytest.importorskip("torchao.quantization.qat.linear"),
         pytest.importorskip("torchao.quantization.qat"),
@@ -182,7 +183,8 @@ def test_values_that_differ_are_not_exported_into_one_parameter():
     assert_bit_equal(dlp.export(model, into)[1].weight, before)
 
 
-SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}  # bound for y where the GEMM scales the sums of codes
+# Bound on the relative error of y, for GEMMs that scale the sums of codes
+SCALED_LAST = {torch.float32: 3e-7, torch.bfloat16: 6e-3}
 
 
 @pytest.mark.parametrize(

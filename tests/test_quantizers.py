@@ -61,7 +61,7 @@ def test_out_is_filled_and_returned(quantizer: Quantizer):
 @every_quantizer
 @given(seed=SEEDS, exponent=EXPONENTS)
 def test_a_transposed_view_quantizes_like_its_copy(quantizer: Quantizer, seed: int, exponent: int):
-    """rowwise(x.T) == columnwise(x): a quantizer does not depend on the orientation."""
+    """The cast of a transposed view equals the cast of a contiguous copy, so rowwise(x.T) == columnwise(x)."""
     x = matrix(seed, 64, 32, exponent).t()
     assert_same(quantize(quantizer, x), quantize(quantizer, x.contiguous()))
 
@@ -88,8 +88,8 @@ def test_what_cannot_be_transposed_says_so(quantizer: Quantizer):
 @every_quantizer
 @given(seed=SEEDS, exponent=EXPONENTS)
 def test_error_is_that_of_the_element_type(quantizer: Quantizer, seed: int, exponent: int):
-    """The rounding error is at most half a step of the binade. E2M1 is coarser, and stochastic rounding has errors up
-    to a step."""
+    """The relative error is at most half a step of the FP8 element type (2^-4 for E4M3, 2^-3 for E5M2), 0 for formats
+    that keep the values, and 0.25 for the other formats."""
     x = matrix(seed, 32, 128, max(exponent, 0) if getattr(quantizer, "epsilon", 0) else exponent)
     slot = ScaleSlot(ops.scale_from_amax(ops.amax(x), 448.0), torch.zeros(()))
     q = quantizer.cast(x, quantizer.observe(x), slot=slot, at=origin(x))
@@ -239,8 +239,8 @@ def test_the_swizzle_is_its_formula(rows: int, columns: int, seed: int):
 
 @given(lines=st.integers(1, 300), each=st.sampled_from([16, 32, 128]), seed=SEEDS)
 def test_lines_of_a_tile_share_its_scale(lines: int, each: int, seed: int):
-    """A block-scaled GEMM reads 16x16 and 32x32 blocks as 1x16 and 1x32 blocks with equal scales. The last tile may be
-    partial."""
+    """A block-scaled GEMM reads one scale per row and block, so the scale of a tile is stored once for each of its
+    `each` rows. `lines`: rows of the matrix; the last tile may be partial."""
     generator = torch.Generator().manual_seed(seed)
     scales = torch.randint(1, 256, (-(-lines // each), 6), generator=generator, dtype=torch.uint8)
     tiles = ops.swizzle_128x4(scales, lines, each)

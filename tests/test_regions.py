@@ -346,7 +346,7 @@ def in_region(model: nn.Module, recipe: Any, steps: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("recipe", [None, DELAYED, dlp.recipe("fp8_delayed", margin=1)])
 def test_scales_of_regions_are_saved_without_a_step_boundary(recipe):
-    """A checkpoint contains the scales of regions, under the names that they have after `dlp.attach`. If only the
+    """`dlp.state_dict` contains the scales of regions, under the names that they have after `dlp.attach`. If only the
     region gives a recipe, loaded scales take effect when a forward runs in the region."""
     model, resumed, lone = of_two(), of_two(), Linear(SIZE, SIZE, recipe=DELAYED)
     in_region(model, recipe, 2)

@@ -31,7 +31,7 @@ def problems(tp: int, recipe: str = "fp8_current") -> list[tuple[dict, int]]:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_all_gemms_of_a_microbatch_are_there(tp: int):
-    """Summed over the tp ranks, the GEMMs have 6 operations per token and weight, for every kind of sharding."""
+    """Summed over the tp ranks, the GEMMs have 6 operations per token and weight. Problems that accumulate are left out."""
     config = load("tiny")
     model, train = config.model, config.train
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim

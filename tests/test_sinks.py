@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def record(folder: Path, names: list[str], begin: int, steps: int) -> None:
-    """Write the records of a run from step `begin` + 1 to step `steps`."""
+    """Write the metrics of a run for steps `begin` + 1 to `steps`, and then a validation loss."""
     config = load("tiny", ["--run.metrics", json.dumps(names)])
     run = Namespace(path=folder, leader=True, say=print)
     recorder = Recorder(config, cast(RunDir, run), CPU, 1)

@@ -53,7 +53,7 @@ def test_computation_is_slower_while_the_dp_link_is_busy():
     program = Program()
     program.add("gather", "transfer", 2.0, DP_LINK)
     program.add("a", "GEMM", 3.0, COMPUTE)
-    assert schedule(program, 0.5).seconds == pytest.approx(5.0)  # two of its three seconds run at half speed
+    assert schedule(program, 0.5).seconds == pytest.approx(5.0)  # two of the GEMM's three seconds take twice as long
     assert schedule(program, 0.0).seconds == 3.0
 
 

@@ -16,8 +16,8 @@ TABLE = {
     "COLUMN_SP": (0, ("x", None), (None, "scatter"), ("x", None)),
     "ROW_SP": (1, (None, "scatter"), ("dy", None), ("dy", None)),
 }
-# style -> the dimension of x, w and dy that tp shards; the gathered operand; whether dw covers only the tokens of
-# one rank; whether db covers only the tokens of one rank
+# style -> the dimension of x, of w and of dy that is sharded over tp; the gathered operand; whether dw covers only the
+# tokens of one rank; whether db covers only the tokens of one rank
 READ_OFF = {
     "LOCAL": (None, None, None, None, False, False),
     "LOCAL_SP": (0, None, 0, None, True, True),
@@ -43,8 +43,8 @@ def test_the_rest_is_read_off(row):
 
 @pytest.mark.parametrize("row", STYLES.values(), ids=lambda row: row.name)
 def test_cuts_and_communication_are_consistent(row):
-    """If tp shards the contraction of a GEMM, and no operand of the GEMM is gathered, the results are partial sums,
-    so the GEMM must have a reduction. Other GEMMs must not have a reduction."""
+    """If the contraction of a GEMM is sharded over tp, and no operand of the GEMM is gathered, the results are partial
+    sums, so the GEMM must have a reduction. Other GEMMs must not have a reduction."""
     for comm, contraction in ((row.fprop, row.cut_x == 1), (row.dgrad, row.cut_dy == 1), (row.wgrad, row.cut_x == 0)):
         partial = contraction and comm.gather is None
         assert (comm.reduce is not None) == partial

@@ -121,8 +121,8 @@ def test_constants_are_correctly_rounded():
 
 
 def matrices(width: int) -> dict[str, Tensor]:
-    """All bf16 values in order (blocks of one binade, of NaN, of Inf), shuffled finite bf16 values, and random fp32
-    values."""
+    """Return matrices of all bf16 values in order (blocks of one binade, of NaN, of Inf), of shuffled finite bf16 values,
+    and of random values in fp32 and rounded to bf16. The first two have 4 * `width` columns."""
     ordered = all_bf16().view(-1, width * 4)
     finite = all_bf16()[torch.isfinite(all_bf16())]
     shuffled = finite[torch.randperm(len(finite), generator=torch.Generator().manual_seed(3))][
@@ -193,8 +193,8 @@ def test_philox(counter: list[int], key: list[int], output: list[int]):
 
 
 def test_random_bytes_are_keyed_as_documented():
-    """Block j of row i has the counter words (i * blocks + j, 0, orientation, microbatch) and the key (seed, tensor id).
-    Byte b of word w is the random number r of element 4w + b."""
+    """Block j of row i has the counter words (i * blocks + j, 0, orientation, microbatch) and the key (seed, tensor id);
+    `blocks` is the number of blocks of 16 columns in a row. Byte b of word w is the random number of element 4w + b."""
     got = ops.random_bytes(
         3, 32, row=5, column=16, total_columns=100, orientation=1, counter=torch.tensor(9), key=(11, 12)
     )

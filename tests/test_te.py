@@ -84,7 +84,8 @@ def test_dropouts_are_those_of_the_page():
 
 
 def requested(argument: Argument) -> Any:
-    """Return a value that is not one of the neutral values of the argument. dlp ignores neutral values."""
+    """Return a value of the argument that dlp refuses: a value that is not in `neutral`. dlp ignores the argument if its
+    value is in `neutral`."""
     assert argument.neutral is not None
     return next(value for value in (True, "mxfp8", 3) if value not in argument.neutral)
 
@@ -141,7 +142,8 @@ OWN = {"layer": dlp.Linear, "op": ops.Linear}
 
 @pytest.mark.parametrize("family", OWN)
 def test_layers_of_dlp_say_what_replaces_an_argument(family: str):
-    """`dlp.Linear(tp_group=...)` raises a TypeError with the sentence "tp_group: pass tp=..."."""
+    """Each argument of Transformer Engine that a layer of dlp does not have raises a TypeError that names the
+    replacement, such as "tp_group: pass tp=...". For `family` "layer", the page has the same sentence."""
     page = rows("Constructors")
     for name, argument in ARGUMENTS[family].items():
         if argument.neutral is not None:
@@ -335,8 +337,8 @@ def test_outputs_and_gradients_are_handed_over():
 
 
 def attention_by_hand(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, bias: Tensor | float = 0.0) -> Tensor:
-    """Compute attention in fp64: q, k and v are [B, H, S, D], `seen` is the mask of keys, and the result is [B, S, H *
-    D]."""
+    """Compute attention in fp64. q, k and v are [batch, heads, tokens, head size]; `seen` is True for the keys that a
+    query reads; the result is [batch, tokens, heads * head size]."""
     scores = q.double() @ k.double().transpose(-1, -2) * q.shape[-1] ** -0.5 + bias
     out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.double()
     return out.transpose(1, 2).flatten(2)
@@ -435,7 +437,7 @@ def test_what_attention_cannot_do_is_refused(call: Any, says: str):
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
-    """Rotate heads [S, B, heads, head] by rotary angles, computed with complex numbers."""
+    """Rotate x [tokens, batch, heads, head size] by rotary angles, computed with complex numbers."""
     half = x.shape[-1] // 2
     pairs = x.unflatten(-1, (half, 2)) if interleaved else x.unflatten(-1, (2, half)).transpose(-1, -2)
     theta = angles[..., ::2] if interleaved else angles[..., :half]
@@ -446,7 +448,7 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
 def test_a_transformer_layer_norms_and_rotates_heads(interleaved: bool, norm_first: bool):
-    """The test compares a layer on [S, B, H] with plain torch. The settings differ from their defaults: 2 groups of
+    """The test compares a layer on x [tokens, batch, H] with plain torch. The settings differ from their defaults: 2 groups of
     keys and values, heads of 16 features, a window, norms of q and k, a norm after the layer, and clamped SwiGLU."""
     torch.manual_seed(0)
     layer = te.TransformerLayer(

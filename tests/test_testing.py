@@ -49,7 +49,7 @@ def test_our_formats_over_ranks(ranks, recipe):
 
 @dataclass(frozen=True)
 class WrongScale(CurrentScaling):
-    """Faulty format: scale_inv is 5 % off."""
+    """Faulty quantizer: scale_inv is 5 % too large."""
 
     def cast(self, x, amax, *, out=None, **more):
         q = super().cast(x, amax, out=out, **more)
@@ -75,7 +75,7 @@ class StandingScaling(RowwiseScaling):
 
 @dataclass(frozen=True)
 class Strided(CurrentScaling):
-    """Faulty format: codes have the strides of x."""
+    """Faulty quantizer: codes have the strides of x."""
 
     def cast(self, x, amax, *, out=None, **more):
         q = super().cast(x, amax, out=out, **more)

@@ -90,8 +90,8 @@ def test_continuous_integration_passes_over_a_missing_compiler_alone(tmp_path, c
 
 
 def under_tools(printed: str, code: int = 0) -> str:
-    """Return a script that replaces the sanitizer: it reports the defect of a bad kernel; for pytest it prints
-    `printed` and exits with `code`."""
+    """Return a script that replaces the sanitizer: for the probe with a faulty kernel it exits with 99 (a defect), for
+    the clean probe with 0; for pytest it prints `printed` and exits with `code`."""
     return f"""case "$*" in *" clean") ;; *probe*) exit 99 ;; *) printf '{printed}\\n'; exit {code} ;; esac"""
 
 
@@ -212,8 +212,8 @@ def test_make_installs_the_compiler_where_there_is_a_gpu_and_no_toolkit(programs
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 @pytest.mark.parametrize("verb", ["pretrain", "ledger", "bench-comm", "emulate", "plan"])
 def test_a_verb_leaves_no_shell_between_make_and_its_program(verb, tmp_path):
-    """make must run the program without a shell between make and the program. SIGTERM would end only the shell, and
-    the run would continue as an orphan."""
+    """make must run the program without a shell between make and the program. Otherwise SIGTERM would end only the
+    shell, and the run would continue as an orphan."""
     fake, parent = tmp_path / "python", tmp_path / "parent"
     fake.write_text(f'#!/bin/sh\ncase "$1" in tools/*) exit 0;; esac\necho $PPID >{parent}\n')
     fake.chmod(0o755)
@@ -236,7 +236,8 @@ def test_a_plain_install_brings_what_compiles_the_kernels():
 def marked(
     items: Sequence[SimpleNamespace], *decorators: str, full: Sequence[int] = (), ranks: bool = False
 ) -> list[Any]:
-    """Return fake test cases as `thinned` reads them: with their decorators, marks `full` and the fixture `ranks`."""
+    """Return fake test cases as `thinned` reads them. `decorators`: parameter names of each parametrize decorator;
+    `full`: indices of the cases with the mark `full`; `ranks`: whether the cases use the fixture `ranks`."""
     marks = [SimpleNamespace(args=(names,)) for names in decorators]
     for number, item in enumerate(items):
         own = {*(["ranks"] if ranks else []), *(["full"] if number in full else [])}

@@ -45,7 +45,8 @@ LONG = 240.0  # seconds; ends a test that hangs
 
 
 def program(output: Path, module: str, arguments: list[str], environment: dict[str, str], fork_ranks: bool) -> None:
-    """Run `python -m module arguments` in a separate session, without importing torch again. Runs in a new process."""
+    """Run `python -m module arguments` in a separate session, without importing torch again. This function is the target
+    of a forked process."""
     os.setsid()
     os.chdir(ROOT)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", **environment)
@@ -65,8 +66,8 @@ def program(output: Path, module: str, arguments: list[str], environment: dict[s
 
 
 class ForkedRank:
-    """Replacement for the `subprocess.Popen` with which torchrun starts a rank. The rank is a fork of torchrun in a
-    new session, which has already imported torch. A new interpreter would need seconds to import torch and dlp."""
+    """Replacement for the `subprocess.Popen` with which torchrun starts a rank. The rank is a fork of torchrun, in a
+    new session. torchrun has already imported torch; a new interpreter would need seconds to import torch and dlp."""
 
     def __init__(
         self, args: Sequence[str], env: dict[str, str], stdout: Any, stderr: Any, start_new_session: bool

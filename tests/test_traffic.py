@@ -136,15 +136,16 @@ def test_a_weight_that_two_linears_share_travels_as_values():
 
 @pytest.mark.parametrize(("carried", "nbytes"), [(None, 4 * K * N // 2), ("bf16", K * N), ("fp8", K * N // 2 + 512)])
 def test_gradients_over_dp_shard_on_their_wire(carried, nbytes):
-    """With fp8, codes are followed by one scale per 128 elements of the flat shard, both padded to 256 bytes."""
+    """With fp8, codes are followed by one scale per 128 elements of the flat shard; both are padded to a multiple of 256
+    bytes."""
     plan = dlp.make_plan(nn.Sequential(nn.Linear(K, N, bias=False)), [], 1)
     load = Workload({"dp_shard": 2}, M, units=("",), grad_wire=carried)
     assert sum(n for key, n in step_traffic(plan, load).items() if key.purpose == "grads") == nbytes
 
 
 def test_sums_over_tp_on_the_wire_of_their_recipe():
-    """With fp8, a rank sends codes and then scales, padded to 256 bytes. Without sequence parallelism, the sum is
-    then gathered in bf16."""
+    """With fp8, a rank sends codes and then scales, each padded to a multiple of 256 bytes. Without sequence parallelism,
+    the sum is then gathered in bf16."""
     fp8 = {"name": "bf16", "wire": {"fprop": "fp8"}}
     m = M // 2
     assert traffic(fp8, "row")["fprop", "float8_e4m3fn"] == m * N + m * (N // 128) * 4

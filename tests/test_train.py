@@ -109,7 +109,8 @@ def test_the_learning_rate_warms_up_and_falls_to_its_minimum():
     assert learning_rate(40, settings) == pytest.approx(0.1), "beyond its end"
 
 
-HEIGHTS = {  # 11 steps after 2 steps of warm-up, from 1 down to 0.5; wsd decays in the last 4 steps
+# schedule -> learning rate after the fraction `done` of the steps after the warm-up; the peak is 1, the end 0.5 (constant: 1)
+HEIGHTS = {  # 11 steps after 2 steps of warm-up; wsd decays in the last 4 steps
     "cosine": lambda done: 0.5 + 0.25 * (1 + math.cos(math.pi * done)),
     "linear": lambda done: 1 - 0.5 * done,
     "wsd": lambda done: 1 - 0.5 * max(0.0, done - 0.6) / 0.4,

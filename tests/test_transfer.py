@@ -74,7 +74,8 @@ def test_every_style_has_a_plan_for_every_recipe(recipe):
 
 def test_who_agrees_is_part_of_the_plan():
     """By default ranks agree only on scales of x in COLUMN_SP and of dy in ROW_SP, if the scales span a dimension
-    that tp shards. With an amax group of the user, ranks agree for all operands, also for casts after a gather."""
+    that is sharded over tp. With a user-defined amax group, ranks agree for all operands, also for casts after a
+    gather."""
     recipe = recipes.load("fp8_current")
     column, row = (linear_plan(recipe, style, 2, 128) for style in (COLUMN_SP, ROW_SP))
     assert column.x[True].before.agreed == row.dys[True, True].before.agreed == (True, True)

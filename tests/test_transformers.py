@@ -38,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def random_model(kind: str, settings: dict[str, Any]) -> Any:
-    """Return an fp32 model with random norms and biases."""
+    """Return an fp32 model with random weights, also in norms and biases."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SMALL, **settings))

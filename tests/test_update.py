@@ -84,8 +84,8 @@ def test_a_factor_that_would_skip_half_of_all_steps_is_refused(value: str) -> No
 
 
 def test_gradients_are_divided_by_the_norm_over_the_clip_and_1e_6_more() -> None:
-    """`grad_scale` must be close to max(1, norm / clip); the optimizer divides by it. A constant larger than 1e-6
-    would shrink gradients with small norms."""
+    """The optimizer divides gradients by `grad_scale`, which must be close to max(1, norm / clip). The constant that is
+    added to the norm must not be larger than 1e-6, because it would shrink gradients with small norms."""
 
     class Sees(torch.optim.SGD):
         scales: list[float] = []

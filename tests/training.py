@@ -84,8 +84,8 @@ def config(folder: Path, data: Path, *overrides: str) -> Config:
 
 
 def trainer(config: Config, cls: type[Trainer] = Trainer, *, plots: bool = False) -> tuple[Trainer, int]:
-    """Build the trainer of `launch.train` for a config, on a cached mesh; return it and the number of completed steps.
-    Runs in a worker. Plots are off by default, because a plot takes as long as ten steps."""
+    """Build the trainer of `launch.train` for a config, on a cached mesh; return the trainer and the number of
+    completed steps. Runs in a worker. Plots are off by default, because a plot takes as long as ten steps."""
     deterministic.prepare()
     plot.write_plot = WRITE_PLOT if plots else _no_plot
     sizes = config.mesh

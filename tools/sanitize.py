@@ -4,8 +4,8 @@
 
 Each tool is first tried on this device: it must report nothing for a correct kernel, and an error for a faulty kernel
 (tools/sanitize_probe.cu). A tool that fails this trial is reported and skipped, and the exit code is 3, unless another tool
-finds something. initcheck takes the
-longest, since it must watch torch's kernels as well; with pytest-xdist, `PYTEST_ADDOPTS="-n 8"` runs cases in parallel.
+finds something. initcheck takes the longest, since it must watch torch's kernels as well; with pytest-xdist,
+`PYTEST_ADDOPTS="-n 8"` runs cases in parallel.
 
 Exit codes:
 

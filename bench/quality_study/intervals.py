@@ -1,6 +1,6 @@
 """Statistics of the quality study: pure functions of losses. A block is one trunk with its branches.
 
-    d[s, b] = loss[s, b] / mean of the baselines' losses in block b - 1        subject s, block b
+    d[s, b] = loss[s, b] / (mean of the baselines' losses in block b) - 1      subject s, block b
     d[s, b] = effect of s + e[s, b],   sd(e) = sigma for all subjects of a family
 
 All subjects of a block are compared with the same baselines, so the noise of the baselines is in all differences of the block.

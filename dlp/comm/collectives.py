@@ -1,4 +1,4 @@
-"""Collectives of several tensors ("parts") at once. Each collective returns a `Pending`.
+"""Collectives of several tensors ("parts") at once, over a group of R ranks. Each collective returns a `Pending`.
 
     all_gather       part i of every rank [m, ...]   -> [R*m, ...]   along dimension dims[i]; None: not gathered
     all_to_all       part i [R, ...]                 -> [R, ...]     chunk j goes to rank j; received chunk j is from rank j
@@ -32,7 +32,7 @@ from dlp.kernels.ops import sum_in_order
 
 T = TypeVar("T")
 Parts = tuple[Tensor, ...]
-FIELD = 256  # parts of a record are aligned to this number of bytes
+FIELD = 256  # alignment in bytes of the parts in a record (`fields`)
 
 # torch 2.13 renamed this function: there the old name warns, and older versions lack the new name
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -281,8 +281,8 @@ def reduce_scatter(
 def _summed(
     chunks: Tensor, group: ProcessGroup, codec: ReduceCodec, dtype: torch.dtype | None = None
 ) -> tuple[list[Any], Callable[[], Tensor]]:
-    """Start the exchange of chunks [R, ...]. Returns the works, and a function that returns this rank's chunk, summed over
-    ranks in rank order and rounded once to `dtype` (None: dtype of the chunks), after the works are done."""
+    """Start the exchange of chunks [R, ...]. Returns the works, and a function that returns, after the works are done, the sum
+    in rank order of the chunks that all ranks have for this rank, rounded once to `dtype` (None: dtype of the chunks)."""
     works, arrived = _exchanged(codec.pack(chunks), group)
     return works, lambda: codec.total(arrived(), dtype or chunks.dtype)
 

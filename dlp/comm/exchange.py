@@ -1,6 +1,6 @@
 """Exchange by sends and receives of NCCL or gloo: each rank sends parts to every other rank, to one rank in each round.
 
-    round j (1 ... R-1)    this rank sends to rank + j and receives from rank - j
+    round j (1 ... R-1)    this rank sends to rank + j and receives from rank - j, modulo the number of ranks R
 
 Round j may start while the parts of later rounds are still being computed, and the parts of each rank can be used as soon as
 they have arrived. All ranks must start the same rounds of the same exchanges in the same order.
@@ -55,7 +55,7 @@ class DirectExchange:
         self._works: dict[int, list[Any]] = {}
 
     def start_round(self, distance: int) -> None:
-        """Start round `distance`. Its outgoing parts must have been written. Every rank must start all rounds, in order."""
+        """Start round `distance`, after the caller has written the parts to send. Every rank starts all rounds in order."""
         to, source = ((self.group.rank() + sign * distance) % self.group.size() for sign in (1, -1))
         sent = [part for part in self.outgoing[to % len(self.outgoing)] if part.numel()]
         received = [part[source] for part in self.arrived if part[source].numel()]

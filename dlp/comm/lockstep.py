@@ -124,7 +124,7 @@ def check_alike(mine: Mapping[str, str], group: ProcessGroup | None, who: str) -
     who    name of the public function that calls this check, for the message"""
     if group is None or group.size() == 1:
         return
-    # memory addresses in descriptions differ between processes
+    # memory addresses in descriptions differ between processes, and are removed
     mine = {name: re.sub(r" at 0x[0-9a-f]+", "", said) for name, said in mine.items()}
     hashed, of_all = sha256(repr(mine).encode()).hexdigest(), [""] * group.size()
     dist.all_gather_object(of_all, hashed, group)

@@ -10,9 +10,9 @@ CUDA graphs can capture them.
 
 A pass of a layer (forward or backward) calls `start`, runs the transfers, reads the results and calls `finish`. All ranks of a
 group run passes in the same order. The slot of a transfer is determined by its size, the style of the layer, the index of the
-transfer in the pass and the index of the piece. These are equal on all ranks, even if only some ranks have captured the pass.
-Layers of column and of row style alternate in a model and use different slots. Therefore peers have usually read a slot before
-it is used again.
+transfer in the pass and the index of the piece (a transfer may send a shard in several pieces). These are equal on all ranks,
+even if only some ranks have captured the pass. Layers of column and of row style alternate in a model and use different slots.
+Therefore peers have usually read a slot before it is used again.
 
 An amax agreement of up to AGREED tensors is one kernel: it writes the values of this rank to all peers, waits for the values of
 the peers, and computes the maxima.
@@ -191,7 +191,7 @@ class Transport:
         return f"{what}, a slot of {size} bytes: rank {a} waits for rank {b}, which {awaited}{other}"
 
     def complaint(self) -> str | None:
-        """Return the message of an amax agreement that waited longer than PATIENCE and ended the program of its GPU; the
+        """Return the message of an amax agreement that waited longer than PATIENCE and ended the program of this GPU; the
         message names both ranks. None if there is no such agreement."""
         found = next((found for slot in self.slots if (found := slot.complaint()) is not None), None)
         if found is None:

@@ -320,7 +320,8 @@ def build_mesh(
 
     Raises:
         ValueError: for sizes whose product is not the world size, and for an unknown transport; no process group is created
-            then. For transport="mapped", on all ranks, if the tp ranks cannot map each other's memory.
+            then. For a rank without a GPU, and for ranks that cannot connect. For transport="mapped", on all ranks, if the tp
+            ranks cannot map each other's memory.
 
     Examples:
         >>> mesh = dlp.build_mesh(tp=1)

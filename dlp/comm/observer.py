@@ -4,8 +4,8 @@
     seen.sent                                          Counter of bytes by Key
 
 The observer reads the arguments of the collectives that torch executes, so that it also counts the collectives of FSDP,
-DTensor, user code and opaque ops; it does not read the plan. Code that sends bytes without a collective (copies into memory
-of a peer) calls `copies`.
+DTensor, user code and opaque ops; it does not read the plan. Code that sends bytes without a collective calls `copies`
+(copies into memory of a peer) or `agrees` (amax agreements by a kernel).
 
 The count is the number of bytes that this rank sends if all data goes directly from the sender to each rank that needs it. For
 R ranks and an input of n elements of s bytes:
@@ -326,8 +326,8 @@ def _members(arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
 
 @cache
 def _is_opaque(func: Any) -> bool:
-    """Return whether an op is implemented in Python, as custom ops of dlp and of users are. Collectives in such an op are
-    counted only if the op runs inside of the observer."""
+    """Return whether an op has one implementation for all devices, as custom ops of dlp and of users have. Collectives in such
+    an op are counted only if the op runs inside of the observer."""
     if func.namespace in ("aten", "prims", "prim"):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeExplicitAutograd")

@@ -1,8 +1,8 @@
 """Key-value store (`dist.Store`) for the process group of ranks that torchrun may have restarted.
 
 torchrun's agents use one store for all attempts, and torch writes the same keys in each attempt: ranks of a second attempt
-would read the addresses of the first attempt, and wait half an hour for an answer. Each agent counts restarts separately, so
-that torchrun gives the ranks no number that identifies an attempt. The ranks therefore agree on a new name S, which becomes
+would read the addresses of the first attempt, and wait half an hour for an answer. Each agent counts restarts separately:
+torchrun gives the ranks no number that identifies an attempt. The ranks therefore agree on a new name S, which becomes
 the prefix of the group's keys:
 
     rank 0     sets session = S, a new random name

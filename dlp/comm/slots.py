@@ -184,7 +184,7 @@ def mapped_bytes(nbytes: int) -> int:
 
 
 def waiting(headers: Sequence[Sequence[int]]) -> list[Wait]:
-    """Return the pairs of ranks in which one rank waits for the other.
+    """Return the pairs of ranks in which one rank waits, or soon will wait, for the other.
 
     headers   headers[r] contains the flags in the header of the buffer of rank r; all buffers belong to one slot"""
     found = []

@@ -1,4 +1,4 @@
-"""Collectives of one tensor that also work under torch.compile.
+"""Collectives of one tensor over R ranks that also work under torch.compile.
 
     all_gather       x [m, ...]   -> [R*m, ...]
     reduce_scatter   x [R*m, ...] -> [m, ...]

@@ -168,7 +168,7 @@ class Exchange:
     def _ends(self) -> tuple[Chunks, Chunks]:
         """Return the chunks for each other rank, and the memory of the chunks from each other rank.
 
-        Two ranks send rows with the same indices to each other, so that the sent rows determine the received rows."""
+        Two ranks send rows with the same indices to each other; the sent rows therefore determine the received rows."""
         outgoing, arriving = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         for to, row, chunks in self._sent:
             if to != self._transport.rank:

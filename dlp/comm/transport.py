@@ -48,7 +48,7 @@ def transport_of(group: ProcessGroup) -> Transport | None:
 
 
 def agree(observed: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
-    """Return the elementwise maxima of fp32 tensors over the ranks of `group`. The tensors have the same shapes on all ranks.
+    """Return the elementwise maxima of fp32 tensors over the ranks of `group`. All ranks pass tensors of the same shapes.
 
     The maxima are computed by a kernel in mapped memory if the group has a transport (`dlp.comm.mapped`) and no tensor has more
     than MAXIMA values, else by one all-reduce. The inputs are not changed. Every rank of the group must call `agree`, even a

@@ -67,7 +67,7 @@ def leave(said: str) -> NoReturn:
 class Watch:
     """Watch thread of a transport. The thread ends when the transport no longer exists.
 
-    of    the transport whose `waits` are read, those of this rank
+    of    transport; the thread reads the `waits` of this rank
     end   function that is called with the message after PATIENCE seconds without progress
     """
 

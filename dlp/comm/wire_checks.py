@@ -136,7 +136,8 @@ class WireChecks(Observer):
         ranks = group.size()
         outgoing = _by_rank(given[source], ranks) if received == "output" else tree_leaves(given[source])
         transfer = self.sends(group, outgoing, _by_rank(given[received], ranks))
-        # For a synchronous transfer NCCL returns no work, and torch 2.11 crashes when Python waits for the missing work
+        # Every transfer is made asynchronous, then awaited: for a synchronous transfer NCCL returns no work, and torch 2.11
+        # crashes when Python waits for the missing work
         waited = next(name for name in names if name in ("async_op", "asyncOp"))
         result = super().__torch_dispatch__(func, types, (), {**given, waited: True})
         work = result[-1] if isinstance(result, tuple | list) else result

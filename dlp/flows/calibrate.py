@@ -5,10 +5,12 @@
             model(batch)
     dlp.freeze(model, "**", "fp8_current", mode="static")
 
-The implementation uses the table of delayed scaling (`SlotTable`). Each layer has a slot. Hooks record the amax of the layer in
-the slot; after every forward of the model, all ranks agree on the amaxes and append them to the history of the slots.
-On exit `observer` computes the amaxes of the scales from the history. The observer "minmax" has two slots for each layer, one
-for the largest value and one for minus the smallest value. The results of the model do not change.
+The implementation uses the table of delayed scaling (`SlotTable`), one table for x and one for y. Each layer has a slot. A hook
+records the amax of the layer in the slot; after every forward of the model, all ranks agree on the amaxes and append them to
+the histories of the slots. The history of a layer that did not run stays unchanged. On exit `observer` computes one amax for
+each slot from the histories, and the scale follows from this amax. With the observer "mse", hooks record the best clipping
+threshold (`best_clip`) as the amax. The observer "minmax" has two slots for each layer, one for the largest value and one for
+minus the smallest value. The results of the model do not change.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ from dlp.quant.quantizer import SlotOptions
 from dlp.quant.state import SlotTable
 from dlp.quant.tensor import HighPrecision, QuantizedTensor
 
-BATCHES = 1024  # number of batches in the history; the amaxes of older batches are dropped
+BATCHES = 1024  # number of batches in a history; the amaxes of older batches are dropped
 E4M3 = torch.float8_e4m3fn
 CLIPS = 20  # number of fractions 1 - i / 40 of the amax, from 1 down to 0.525, that the observer "mse" tries
 
 
 def average(window: Tensor) -> Tensor:
-    """Return the mean amax over the batches in which a layer ran: fp32 [batches, slots] -> [slots]. An amax of 0 means that the
-    layer did not run in this batch."""
+    """Return the mean of the recorded amaxes of each slot: fp32 [batches, slots] -> [slots]. Entries of 0 are not counted: they
+    are rows of the history that the slot has not filled, because the layer ran in fewer batches."""
     return window.sum(0) / (window > 0).sum(0).clamp(min=1)
 
 
 def _of_batches(observer: Callable[[Tensor], Tensor], names: Sequence[str], window: Tensor) -> Tensor:
-    """Call an observer function on the amaxes of the batches in which any layer ran, and return its result, one amax for each
-    layer in `names`; zeros if no layer ran. Raises ValueError for a result of another shape. Also raises ValueError if the
-    result for a layer that ran is not a finite number above 0, unless a recorded amax is itself not finite."""
+    """Call an observer function on the rows of `window` [batches, slots] that have an amax above 0, and return its result, one
+    amax for each layer in `names`; zeros if there is no such row. Raises ValueError for a result of another shape. Also raises
+    ValueError if the result for a layer with an amax above 0 is not a finite number above 0, unless a recorded amax is itself
+    not finite."""
     seen = window > 0
     if not seen.any():
         return window.amax(0)
@@ -109,7 +112,7 @@ class _Observed:
         self.algorithm = partial(_of_batches, observer, self.names) if callable(observer) else OBSERVERS[observer]
         self.look = _ends if observer == "minmax" else best_clip if observer == "mse" else ops.amax
         self.ends = ("high", "low") if observer == "minmax" else ("",)
-        options = SlotOptions(ops.FP8_MAX[E4M3], 0, 1 + BATCHES, "max")  # row 0 of a history is no batch
+        options = SlotOptions(ops.FP8_MAX[E4M3], 0, 1 + BATCHES, "max")  # 1 more row than batches: row 0 is always 0
         self.table = SlotTable({f"{name}{end}": options for end in self.ends for name in names}, device)
 
     def record(self, name: str, x: Tensor) -> None:
@@ -181,8 +184,9 @@ def calibrate(
         pattern: pattern of module names.
         observer: how the amax is computed from the last 1024 batches. "max": largest amax; "minmax": smallest and largest
             value, for casts with zero points; "average": mean of the amaxes of the batches; "mse": for each batch the amax
-            that minimizes the mean square error of a cast to E4M3, then the largest of these; or a function that takes the
-            amaxes [batches, layers], oldest first, and returns one amax per layer [layers].
+            that minimizes the mean square error of a cast to E4M3, then the largest of these; or a function that takes
+            amaxes [batches, layers] and returns one amax per layer [layers]. A column has the amaxes of the batches in which
+            this layer ran, oldest first, after zeros if the layer ran in fewer batches than other layers.
         tensors: "x", "y" or both: observe inputs, outputs or both. `dlp.freeze` in static mode reads the scales of y if the
             recipe quantizes y.
 
@@ -254,7 +258,7 @@ def _records_y(record: Callable[[Tensor], None]) -> Callable[..., None]:
     @torch.no_grad()
     def hook(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
         ys = y[0] if isinstance(module, ParallelLinear) and module.core.bias_apart else y
-        for each in ys if isinstance(ys, tuple) else (ys,):  # siblings of one module share the scale of y
+        for each in ys if isinstance(ys, tuple) else (ys,):  # all siblings of one module: they share a scale of y
             record(_rows(each))
 
     return hook

@@ -1,12 +1,14 @@
 """Save and load the state of a quantized model as plain tensors: codes, scales and high-precision tensors, for any mesh.
 
+The tensors have these names, where NAME is the name of a module, and in the last line the name of a parameter or buffer:
+
     NAME.weight.codes, NAME.weight.scale_inv, ...   the parts of a quantized weight, unsharded
     NAME.weight.format                              uint8 [bytes]: the name of the format as text, such as "int4[32]"; if the
                                                     codes are padded, with the shape of the weight: "int4[32] of 64 x 48"
     NAME.x_scale, NAME.y_scale                      multiplier of x or y in a static cast to per-tensor FP8
     NAME.x_amax, NAME.y_amax                        amax of x or y in another static cast; with zero points [2]: the largest
                                                     value, and minus the smallest value
-    NAME                                            every other parameter and buffer, unsharded
+    NAME                                            every other parameter and every other persistent buffer, unsharded
 
 The tensors are plain torch tensors, which other programs can read without dlp.
 """
@@ -81,8 +83,8 @@ def static_scales(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
 
 
 def _placements(held: Held, part: Part) -> list[Placement]:
-    """Return the placements of a part on the mesh of its parameter. Raises ValueError if shards cut blocks, and for shards of
-    unequal sizes."""
+    """Return the placements of a part on the mesh of its parameter. Raises ValueError if shards cut scaling blocks, and
+    for shards of unequal sizes."""
     assert isinstance(held.parameter, DTensor)
     made: list[Placement] = []
     shards = shards_of(held.parameter)
@@ -126,7 +128,7 @@ def quantized_state_dict(model: nn.Module) -> dict[str, Tensor]:
         Tensors by name.
 
     Raises:
-        ValueError: if a shard cuts a block of a format, and for shards of unequal sizes.
+        ValueError: if a shard cuts a scaling block of a format, and for shards of unequal sizes.
 
     Examples:
         >>> model = dlp.quantize_(nn.Sequential(nn.Linear(64, 64)), "int8")

@@ -117,15 +117,16 @@ def _check_format(fmt: Format) -> None:
 
 
 def _each_row(scale: Tensor, block: int, rows: int) -> Tensor:
-    """Repeat the scales of tiles [N / block, C] for each row: [N, C]. They are repeated as bytes, because torch cannot repeat
-    FP8 tensors; the result has the dtype of `scale`."""
+    """Return one row of scales for each of `rows` rows: repeat the rows of `scale`, each of which belongs to `block` rows of
+    codes. They are repeated as bytes, because torch cannot repeat FP8 tensors; the result has the dtype of `scale`."""
     return scale.view(torch.uint8).repeat_interleave(block, 0)[:rows].view(scale.dtype) if block > 1 else scale[:rows]
 
 
 def _encode_integers(
     fmt: Int, codes: Tensor, scale: Tensor, zero: tuple[Tensor, ...], shape: tuple[int, int], x_in_codes: bool
 ) -> dict[str, Tensor]:
-    """Run `encode` for an integer format. zero: zero points, if the format has them; x_in_codes: whether x is quantized."""
+    """Return the tensors of the layout for an integer format. zero: zero points, if the format has them; x_in_codes: whether x
+    is quantized."""
     scales = scale if fmt.group else scale[:, None]
     if _plain_int8(fmt, x_in_codes):
         return {"weight": codes, "weight_scale": scales}
@@ -221,7 +222,7 @@ def decode(tensors: Mapping[str, Tensor], weights: Mapping[str, Any], exact: Map
 
 
 def _decode_integers(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) -> QuantizedTensor:
-    """Run `decode` for an integer format."""
+    """Convert the tensors of one linear in an integer format to a quantized weight."""
     bits, group = int(weights["num_bits"]), int(weights.get("group_size") or 0)
     group = 0 if weights["strategy"] == "channel" else group
     fmt, scale = Int(bits, group, bool(weights["symmetric"])), tensors["weight_scale"].float()
@@ -329,7 +330,8 @@ def quantization_config(schemes: Mapping[str, Mapping[str, Any]], linears: list[
 
 
 def scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the entry of `config_groups` that applies to a linear, by name, by pattern (`re:`) or by class "Linear".
+    """Return the entry of `config_groups` that applies to a linear: the first entry with the name of the linear or a pattern
+    (`re:`) that matches the name; if there is none, the last entry with the class "Linear".
 
     Raises ValueError for a linear that no entry matches.
     """

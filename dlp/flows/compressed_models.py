@@ -229,11 +229,11 @@ class StoredLayer(NamedTuple):
 
 
 class Folder:
-    """Reader of a folder of compressed-tensors. Raises ValueError if config.json is missing or of another format.
+    """Reader of a folder of compressed-tensors. Raises ValueError if config.json is missing or states another quant_method.
 
     config   `quantization_config` of config.json
-    files    for each tensor its file
-    exact    exact numbers of the headers, by layer and name
+    files    name of a tensor -> file with this tensor
+    exact    exact numbers of the headers, by "LAYER.NAME" with NAME in `compressed.EXACT`
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -335,7 +335,7 @@ def load_compressed(
 
 
 def _load_layer(read: Folder, name: str, module: Any, recipe: Any, mode: Mode | None) -> None:
-    """Set the weight of a linear to a quantized weight of the folder; arguments as of `load_compressed`."""
+    """Set the weight of a linear to a quantized weight of the folder. recipe, mode: arguments of `load_compressed`."""
     stored, device = read.layer(name), module.weight.device
     q, x = stored.q, stored.scheme["input_activations"]
     if q.shape != tuple(module.weight.shape):

@@ -1,5 +1,7 @@
 """freeze: make layers of a converted model forward-only. Only the rowwise codes and scales of their weights remain.
 
+The argument `mode` of `freeze` decides how x is cast:
+
     weight_only   x is not quantized, and the GEMM decodes weights
     dynamic       x is cast by the recipe, with scales computed in each forward
     static        x is cast with one scale for the tensor, which `calibrate` has computed
@@ -154,9 +156,10 @@ def freeze(model: nn.Module, pattern: str, recipe: Any, mode: Mode = "dynamic") 
         Names of the frozen layers.
 
     Raises:
-        ValueError: before anything is changed, for a pattern that matches no layer, a recipe that does not support `mode`,
-            mode "static" without `dlp.calibrate`, weights that FSDP manages, that another module shares or that are
-            quantized-only already, and layers that are captured in a CUDA graph.
+        ValueError: before anything is changed, for a pattern that matches no layer or only some of the siblings of a layer, a
+            recipe that does not support `mode`, mode "static" without `dlp.calibrate`, weights that FSDP manages, that another
+            module shares, that have NaN or Inf, that are on the meta device or that are quantized-only already, and layers that
+            are captured in a CUDA graph.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64))

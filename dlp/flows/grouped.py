@@ -193,8 +193,8 @@ class GroupedExperts(nn.Module):
         self.down_proj, self.act_fn = GroupedLinear.of(experts.down_proj), experts.act_fn
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the output [T, H] from hidden_states [T, H], top_k_index and top_k_weights, each [T, k]. The index E means
-        that no expert is chosen."""
+        """Compute the output [T, H] from hidden_states [T, H], and from top_k_index and top_k_weights [T, k], for T tokens and
+        k experts for each token. The index E (number of experts) means that no expert is chosen."""
         count, expert = len(self.gate_proj), top_k_index.flatten()
         order = expert.argsort(stable=True)
         offsets = torch.bincount(expert, minlength=count)[:count].cumsum(0)

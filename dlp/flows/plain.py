@@ -32,7 +32,8 @@ def quantize_(
 
     Call `quantize_` before sharding, compiling and saving. `model.save_pretrained`, if the model has this method, is replaced
     by `dlp.save_compressed`. 3-D expert weights of Mixtral and Qwen3-MoE are replaced by `dlp.GroupedLinear`s, as by
-    `dlp.group_experts`; their linears have names such as `NAME.experts.gate_proj.0`.
+    `dlp.group_experts`, if at least one of their linears is quantized. These linears have names such as
+    `NAME.experts.gate_proj.0`.
 
     Args:
         model: plain model.

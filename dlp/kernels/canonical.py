@@ -10,9 +10,9 @@ of a segment has the same bits in every order of addition, and the segments are 
 
 A segment of a GEMM is divided into chunks of at most CHUNK terms. Within a chunk, the values of each row of an operand are
 rounded to integers times one power of two, so that the largest value has BITS bits. Products and their sums are then integers
-below 2^53, which fp64 represents exactly: every order of addition, every blocking of the GEMM and every device gives the same
-bits. The sum of a chunk is rounded once to fp32, and the chunks are added in fp32 in order. Rounding changes a value by at most
-2^-22 of the largest value of the row in the chunk, which is as much as an fp32 sum rounds.
+of at most 2^53, which fp64 represents exactly: every order of addition, every blocking of the GEMM and every device gives the
+same bits. The sum of a chunk is rounded once to fp32, and the chunks are added in fp32 in order. Rounding changes a value by at
+most 2^-22 of the largest value of the row in the chunk, an error of the size of the rounding errors of an fp32 sum.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ CHUNK = 512  # largest number of terms of an exact sum: 2^9 products of 2 * BITS
 BITS = 22
 MANTISSA = 53
 DIGIT = 2.0**30
-ROOM = 2**22  # largest number of fp64 elements of products in memory at a time
+# All segments are multiplied in one batch if the products have at most this number of elements, else one after another.
+ROOM = 2**22
 
 
 def segments_on_rank(size: int, ranks: int = 1) -> int:
@@ -102,7 +103,7 @@ def _integers(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _exponents(largest: Tensor) -> Tensor:
-    """Return the smallest e with largest < 2^e, elementwise, int64; 0 for values that are not finite."""
+    """Return the smallest e with largest < 2^e, elementwise, int64; 0 if `largest` is 0 or not finite."""
     return torch.where(largest.isfinite(), torch.frexp(largest.float()).exponent, 0).long()
 
 

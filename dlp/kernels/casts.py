@@ -9,7 +9,7 @@ matrix may be a `LazyMatrix`, whose elements the kernel computes while reading t
 
 A cast returns the parts of the operand, written into `out` if given. A cast sets `flag`, fp32 [], to NaN if a value of x is not
 finite; the host may read the flag later, so that the host does not wait for the cast. `..._both` returns the operands of x and
-of x.t() from one read, bitwise equal to two casts. `..._batch` prepares one such launch for many matrices, into existing
+of x.t() from one read, bitwise equal to two casts. `..._batch` prepares launches that cast many matrices into existing
 outputs, on CUDA only. Casts with a scale per block are in casts_blocks.py, NVFP4 casts in casts_fp4.py.
 """
 
@@ -146,8 +146,8 @@ def cast_fp8_tensor_batch(
 ) -> Launches:
     """Prepare launches of `cast_fp8_tensor_both` for many matrices for which `has_batches` holds.
 
-    Both orientations share the memory of scale_inv. If the first source has no scale, the launches compute the amax of each
-    matrix, and an amax in a source is not read.
+    Both orientations of an output must share the memory of scale_inv. If the first source has no scale, the launches compute
+    the amax of each matrix, and an amax in a source is not read.
     """
     return preparing("cast_fp8_tensor", xs[0])(xs, outs, sources, flags)
 

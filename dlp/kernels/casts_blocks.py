@@ -3,10 +3,10 @@
     cast_fp8_block          one fp32 scale per 128 elements or 128x128 tile
     cast_mxfp8              one power of two per 32 elements or 32x32 tile
 
-Kernels exist for the blocks of TILE_OF and MX_TILE_OF. A tensor of scales has the compact shape [row blocks, C blocks], and may
-be a view of memory with another layout: the layout that a GEMM reads (`empty_block_scales`), or the block dimension first,
-which kernels store fastest (`empty_mx_scales`). A cast recognises the layout by the strides, and writes scales in that
-layout.
+Kernels exist for the blocks of TILE_OF and MX_TILE_OF. The scales of codes [rows, C] have the compact shape [row blocks, C
+blocks], and may be a view of memory with another layout: the layout that a GEMM reads (`empty_block_scales`), or the block
+dimension first, which kernels store fastest (`empty_mx_scales`). A cast recognises the layout by the strides, and writes scales
+in that layout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Operations on codes, scales and results of GEMMs: CUDA kernels, or the plain-torch reference.
 
-decode_fp8_block, decode_mxfp8, decode_nvfp4    decode to fp32, or to bf16 (kernels)
+decode_fp8_block, decode_mxfp8, decode_nvfp4    decode to fp32 or bf16; the kernels decode only to bf16
 transpose_codes, transpose_e2m1                 transpose the codes of an operand
 transposed                                      transpose a matrix of fp32, such as scales of blocks
-nvfp4_alpha, rounded                            factor of a GEMM, rounded result of a GEMM
+nvfp4_alpha                                     compute the factor by which an NVFP4 GEMM multiplies its sums
+rounded                                         round the result of a GEMM
 swizzle_128x4                                   rearrange scales into the tiles that block-scaled GEMMs read
 delayed_updates                                 update all delayed scales of a model
 sum_in_order, sum_by_tree                       sum the contributions of ranks to a reduction
@@ -147,8 +148,8 @@ def rounded_kernel(x: Tensor, dtype: torch.dtype) -> Tensor:
 def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1) -> Tensor:
     """Rearrange scale bytes [row blocks, C blocks] into flat uint8 tiles of 128x4 (`reference.swizzle_128x4`).
 
-    lines        number of lines of the codes; None: number of rows of scales times `lines_each`
-    lines_each   number of lines that share a scale
+    lines        number of rows of the codes; None: number of rows of `scales` times `lines_each`
+    lines_each   number of rows of the codes that share a scale
     """
     lines = len(scales) * lines_each if lines is None else lines
     return reference.swizzle_128x4(scales.view(torch.uint8), lines, lines_each)

@@ -9,7 +9,8 @@ to the device, so call it once, outside of training steps; calling the result la
     cast_block    FP8, one scale per 128 elements or 128x128 tile      BlockJob
     cast_mxfp8    FP8, one power of two per 32 elements or 32x32 tile  BlockJob
 
-Other files: cuda_rowwise.py (rowwise FP8), cuda_fp4.py (NVFP4), cuda_codes.py (kernels that are no casts).
+Other files: cuda_rowwise.py (rowwise FP8), cuda_fp4.py (NVFP4), cuda_gate_grads.py (casts of both gradients of a SwiGLU),
+cuda_producers.py (norms, activations, column sums), cuda_loss.py (cross entropy), cuda_codes.py (decoding, transposes, sums).
 
 A matrix is bf16 or fp32 [rows, cols] with adjacent columns; rows may be strided. Scales of `codes` [rows, cols] span rows of x,
 scales of `codes_t` [cols, rows] span columns. A cast sets `flag`, fp32 [], to NaN if a value of x is not finite. All kernels

@@ -42,8 +42,8 @@ def decode(
 
 
 def int4_gemv(x: Tensor, codes: Tensor, scale_inv: Tensor, zero: Tensor | None, out: Tensor) -> None:
-    """Multiply x, bf16 [at most 8, K], by packed int4 codes [N, K/2] with scale_inv and zero point [N, K / group] -> out
-    [tokens, N], bf16 or fp32 (`reference.gemm_int4_group`). The number of codes in a group is 32 times a power of two."""
+    """Multiply x, bf16 [tokens, K], by packed int4 codes [N, K/2] with scale_inv and zero point [N, K / group] -> out
+    [tokens, N], bf16 or fp32 (`reference.gemm_int4_group`): at most 8 tokens, and a group of 32 times a power of two codes."""
     (tokens, cols), (rows, groups) = x.shape, scale_inv.shape
     words = (
         _output(x, x.shape, [torch.bfloat16], "x"), _output(codes, [rows, cols // 2], [torch.uint8], "codes"),
@@ -93,13 +93,13 @@ def round_to_bf16(x: Tensor, out: Tensor) -> None:
 
 
 def swizzled_bytes(lines: int, blocks: int) -> int:
-    """Return the number of bytes of the tiles of 128 lines x 4 blocks for this number of lines and blocks."""
+    """Return the number of bytes of tiles of 128 lines x 4 blocks, for codes of `lines` rows with `blocks` blocks per row."""
     return -(-lines // 128) * -(-blocks // 4) * 512
 
 
 def swizzle(scale: Tensor, lines: int, lines_each: int, out: Tensor) -> None:
     """Rearrange scale bytes [ceil(lines / lines_each), blocks], which may be strided, into flat uint8 tiles of 128 lines x 4
-    blocks, with one scale for every line."""
+    blocks, with one scale for every line. Lines are rows of the codes; `lines_each` lines share a scale."""
     blocks, byte = scale.shape[1], [torch.uint8]
     words = (
         _scales(scale, [-(-lines // lines_each), blocks]),

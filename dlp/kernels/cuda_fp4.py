@@ -69,7 +69,7 @@ def _words(job: Nvfp4Job, tile: bool) -> Words:
                 f"nvfp4 takes blocks of {'16x16' if tile else '1x16'}; got [{lines}, {along}]: append zeros"
             )
         if tile and amax is None:
-            amax = job.amax_t  # the kernel for tiles reads one amax, that of the rowwise operand
+            amax = job.amax_t  # the kernel for tiles reads one amax, which is passed as the rowwise amax
         words += [
             _output(codes, (lines, along // 2), [torch.uint8], "codes"),
             _output(scale, scale_shape(lines, along, tile=tile), [torch.float8_e4m3fn], "scale"),

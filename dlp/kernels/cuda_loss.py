@@ -1,4 +1,4 @@
-"""CUDA kernels of the cross entropy, with an error bound against float64 and the same bits in every run; see cuda.py."""
+"""CUDA kernels of the cross entropy. Results lie within a bound of float64, with equal bits in every run; see cuda.py."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
     operand          parts                                                 block
     hp               values bf16 or fp32 [rows, C]                         -
     fp8_tensor       FP8 codes [rows, C], scale_inv fp32 []                whole matrix
-    fp8_tensor_siblings  codes and scale_inv of several fp8_tensor in turn; the GEMM sums the products of corresponding pairs
+    fp8_tensor_siblings  codes and scale_inv of several fp8_tensor operands, one after another; the GEMM multiplies operand i
+                     of A by operand i of B, and sums the products
     fp8_rowwise      FP8 codes [rows, C], scale_inv fp32 [rows]            (1, 0)
     int8_rowwise     int8 codes [rows, C], scale_inv fp32 [rows]           (1, 0)
     int8_zero_point  as int8_rowwise, and zero_point int8 [rows]           (1, 0)
@@ -14,10 +15,11 @@
     int4_group       packed codes [rows, C/2], scale_inv fp32 [rows, C/n],  (1, n), n = 32, 64, 128, ...
                      and zero_point int8 of the same shape, or none
 
-Scales are compact. If a tensor core reads another layout, the GEMM rearranges the scales right before the launch. On Hopper and
-Blackwell GEMMs run cuBLASLt (`gemms`); large GEMMs of FP8 blocks on Hopper run `gemm_sm90`. Blackwell's tensor cores multiply
-MXFP8 and NVFP4 codes; other GPUs multiply values decoded to bf16, which is exact. GEMMs run torch if the kernels of this
-package cannot be built. If the GEMM itself cannot add the bias or the accumulator, `reference.finish` adds it in fp32.
+A block is (rows, elements along C) with one scale; 0: the whole row. Scales are compact. If a tensor core reads another layout,
+the GEMM rearranges the scales right before the launch. On Hopper and Blackwell most GEMMs run cuBLASLt (`gemms`); large GEMMs
+of FP8 blocks on Hopper run `gemm_sm90`. Blackwell's tensor cores multiply MXFP8 and NVFP4 codes; other GPUs multiply values
+decoded to bf16, which is exact. GEMMs run torch if the kernels of this package cannot be built. If the GEMM itself cannot add
+the bias or the accumulator, `reference.finish` adds it in fp32.
 
 A function takes the arguments of a `GemmLaunch`, which begin with the parts of A and B. If the row of the table has
 `layouts=True`, the function takes two more arguments before these: the layouts of A and B.
@@ -97,7 +99,7 @@ def torch_mm(
     options: GemmLaunchOptions, alpha: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply in high precision by torch; `alpha`, fp32 [], multiplies the sums. If operands, bias and result have one 16-bit
-    dtype, torch.addmm adds the bias, in fp32 and with the bits of F.linear."""
+    dtype, and there is no accumulator and no alpha, torch.addmm adds the bias, in fp32 and with the bits of F.linear."""
     narrow = out_dtype in (torch.bfloat16, torch.float16)
     if narrow and bias is not None and accumulate is None and alpha is None:
         if a[0].dtype == b[0].dtype == bias.dtype == out_dtype:
@@ -258,14 +260,14 @@ def is_sum(a: Parts, b: Parts, *problem: Any) -> bool:
 def fp8_sum_in_registers(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
 ) -> Tensor:
-    """Sum the products of siblings in one launch."""
+    """Multiply fp8_tensor_siblings: sum the products in one launch."""
     return gemm_sum_sm90.product(a, b, out_dtype, options)
 
 
 def fp8_sum_in_memory(
     a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any, accumulate: Any, options: GemmLaunchOptions
 ) -> Tensor:
-    """Multiply sibling by sibling by cuBLASLt, and accumulate in fp32."""
+    """Multiply fp8_tensor_siblings: multiply one pair after another by cuBLASLt, and accumulate in fp32."""
     total, each = None, options._replace(out=None)
     for i in range(0, len(a), 2):
         scales = Scales(a[i + 1], b[i + 1])
@@ -407,7 +409,7 @@ def fp8_block_as_mxfp8(
     a_layout: OperandLayout, b_layout: OperandLayout, a: Parts, b: Parts, out_dtype: torch.dtype, bias: Any,
     accumulate: Any, options: GemmLaunchOptions,
 ) -> Tensor:  # fmt: skip
-    """Multiply FP8 blocks with power-of-two scales as MXFP8: one block of 128 has the scale of four MXFP8 blocks."""
+    """Multiply FP8 blocks with power-of-two scales as MXFP8: a block of 128 is four MXFP8 blocks with the same scale."""
     left, right = ((q[0], reference.mx_from_block_scales(q[1], a[0].shape[1])) for q in (a, b))
     scales = _block_scaled(left, right, a_layout, b_layout, MX_BLOCKS)
     return gemms.product_blocks(a[0], b[0], out_dtype, scales, bias=bias, accumulate=accumulate, options=options)

@@ -5,10 +5,11 @@
     product_blocks   FP8 or FP4 codes with scales per 32 or 16 elements; only on Blackwell
     segment_job      sums of parts of the contraction, each in a fixed order (`dlp.kernels.segments`)
 
-A plan holds the descriptors and the algorithm of cuBLASLt for one problem: types, sizes, strides, scale modes, epilogue, flags.
-Plans are created once, from cuBLASLt's heuristics, and cached. The algorithm is the first candidate of the heuristics, or the
-candidate that `python -m dlp.kernels.tune` measured as the fastest on this kind of device. A measured algorithm may sum in
-another order; `GemmLaunchOptions.tuned = False` selects the first candidate. Every stream has a separate workspace.
+A problem consists of types, sizes, strides, scale modes, epilogue and flags. A plan holds cuBLASLt's descriptors and algorithm
+for one problem. Plans are created once, from cuBLASLt's heuristics, and cached. The algorithm is the first candidate of the
+heuristics, or the candidate that `python -m dlp.kernels.tune` measured as the fastest on this model of GPU. A measured
+algorithm may sum in another order; `GemmLaunchOptions.tuned = False` selects the first candidate. Every stream has a separate
+workspace.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from dlp.kernels.reference import finish
 from dlp.kernels.registry import DEFAULT_OPTIONS, GemmLaunchOptions
 
 WORKSPACE = 32 * 2**20  # bytes, as cuBLAS recommends for Hopper
-CANDIDATES = 8  # number of algorithms that `dlp.kernels.tune` measures per problem
+CANDIDATES = 8  # largest number of algorithms that `dlp.kernels.tune` measures per problem
 ALIGNMENT = 16  # alignment of pointers and row strides, in bytes
-BLOCK_UNIT = 32  # elements: sizes of block-scaled operands are multiples of this number
+BLOCK_UNIT = 32  # C and the number of rows of B of a block-scaled GEMM are zero-padded to multiples of this number
 FP4 = torch.float4_e2m1fn_x2
 TYPES = {
     torch.float32: 0,
@@ -138,7 +139,7 @@ def _module() -> ModuleType:
 
 
 def _lines(x: Tensor) -> tuple[Tensor, int, int]:
-    """Return a matrix [lines, along] that cuBLASLt can read, the stride, and 1 if the matrix is stored by columns, else 0."""
+    """Return (x or a copy that cuBLASLt can read, its stride, 1 if it is stored by columns else 0), for x [lines, along]."""
     (lines, along), (stride, step) = x.shape, x.stride()
     if step == 1 and stride >= along:
         return x, stride, 0
@@ -391,8 +392,8 @@ def _takes_bias(bias: Tensor, out_dtype: torch.dtype) -> bool:
 
 
 def _takes_output(out: Tensor, rounds: bool) -> bool:
-    """Return whether cuBLASLt can add to the accumulator: rows are contiguous and aligned, and the dtype is fp32. With a bf16
-    accumulator the product is rounded before the sum, which only `rounds` allows."""
+    """Return whether cuBLASLt can add to the accumulator: rows are contiguous and aligned, and the dtype is fp32, or
+    bf16 with `rounds`. With a bf16 accumulator the product is rounded before the sum, which only `rounds` allows."""
     stride, step = out.stride()
     aligned = (out.itemsize * stride | out.data_ptr()) % ALIGNMENT == 0
     fits = out.dtype == torch.float32 or (rounds and out.dtype == torch.bfloat16)
@@ -424,8 +425,8 @@ def product_blocks(
     a: Tensor, b: Tensor, out_dtype: torch.dtype, scales: Scales, *, bias: Tensor | None = None,
     accumulate: Tensor | None = None, alpha: Tensor | None = None, options: GemmLaunchOptions = DEFAULT_OPTIONS,
 ) -> Tensor:  # fmt: skip
-    """Return `product` of FP8 codes [lines, C] or packed FP4 codes [lines, C/2] of any size, with scales in tiles of 128x4. C
-    and the lines of B are zero-padded to multiples of 32; the tiles hold zero scales for the padding."""
+    """Return `product` of FP8 codes [rows, C] or packed FP4 codes [rows, C/2] of any size, with scales in tiles of 128x4. C
+    and the rows of B are zero-padded to multiples of 32; the tiles hold zero scales for the padding."""
     cols, along = b.shape[0], BLOCK_UNIT // (2 if a.dtype is FP4 else 1)
     whole_a, whole_b = _padded(a, 1, along), _padded(b, BLOCK_UNIT, along)
     if whole_b.shape[0] == cols:

@@ -17,8 +17,8 @@ from torch import Tensor
 from dlp.kernels import reference
 from dlp.kernels.registry import REFERENCE, device_of, entries, operation
 
-MULTIPLE = 16  # elements in 16 bytes of FP8, the alignment of TMA
-MOST_GROUPS = 1023  # each group is prepared by one thread of one thread block
+MULTIPLE = 16  # C and cols must be multiples of this number: 16 FP8 elements are 16 bytes, the alignment of TMA
+MOST_GROUPS = 1023  # largest number of groups: one thread block prepares all groups, with one thread per group
 
 grouped_fp8_rowwise = operation(reference.grouped_fp8_rowwise)
 

@@ -117,7 +117,7 @@ def fuses(codes: torch.dtype | None, *matrices: Tensor, casts: Sequence[torch.dt
 
 
 class Produced:
-    """Result of an operation, which the first read computes: a cast kernel while casting if possible, else `tensor()`.
+    """Result of an operation that is not computed yet. A cast kernel computes it while casting if possible, else `tensor()`.
 
     Args:
         matrix: lazy matrix [M, C].

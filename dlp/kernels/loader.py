@@ -165,7 +165,7 @@ def _root_of(package: str, root: Path, roots: Sequence[Path], major: str) -> Pat
 
 
 def find_program(name: str) -> str | None:
-    """Return the path of a program in CUDA_HOME, on PATH, in pip's folder of scripts, or in /usr/local/cuda/bin."""
+    """Return the path of a program in CUDA_HOME/bin, on PATH, in pip's scripts folder, or in /usr/local/cuda/bin, else None."""
     home = os.environ.get("CUDA_HOME")
     named = [f"{home}/bin"] if home else []
     folders = [*named, os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts"), CUDA]

@@ -1,8 +1,9 @@
 """All operations of this package under one name. `dlp.kernels.table` lists the kernels of each operation.
 
-On CUDA, amaxes, casts, decoding to bf16, transposes, norms and losses run kernels of this package. `reference` runs, with the
-same bits, on other devices and for operands without a kernel. Casts are in casts.py, casts_blocks.py and casts_fp4.py,
-operations on codes in codes.py, functions of GEMMs in gemm_entries.py.
+On Hopper and Blackwell, amaxes, casts, decoding to bf16, transposes, norms, activations and losses run kernels of this package.
+`reference` runs on other devices and for operands without a kernel, with the same bits except for activations and losses, whose
+exponentials depend on the device. Casts are in casts.py, casts_blocks.py and casts_fp4.py, operations on codes in codes.py,
+functions of GEMMs in gemm_entries.py.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class KernelEntry:
     devices    names in DEVICES of the devices on which the kernel runs
     reads      dtypes of the first argument, a matrix [rows, cols]; (): any tensor
     takes      condition on the arguments; None: all arguments
-    prepare    function that prepares a later launch: for casts a launch for many matrices, for GEMMs a launch for two layouts;
-               None: not available
+    prepare    function that prepares a later launch: for casts a launch for many matrices, for delayed scales an update of many
+               slots, for GEMMs a launch for two layouts; None: not available
     captured   whether all launches go through `dlp.kernels.launches` or torch, where a recording sees them; a forward or
                backward that runs an entry with `captured=False` is not captured: its kernels are launched one by one
     """
@@ -176,8 +176,8 @@ class GemmEntry(KernelEntry):
 
     formats    pairs of `gemm_kind` of A and B; (): any pair for which no other entry applies
     layouts    condition on the layouts of A and B; None: all
-    status     "native": a GEMM unit of the device reads the formats; "emulated": decoded values or plain torch; "own":
-               user-defined
+    status     "native": a GEMM unit of the device reads the formats; "emulated": decoded values are multiplied, or plain
+               torch runs; "own": user-defined
     when       short name of the condition `takes`, printed with the name of the kernel
     cublaslt   kind of operands that cuBLASLt multiplies, see `dlp.kernels.table.Gemm`
     """

@@ -21,7 +21,7 @@ from dlp.kernels import gemms
 from dlp.kernels.codes import sum_by_tree
 from dlp.kernels.registry import NATIVE, device_of
 
-ROOM = 2**26  # largest number of fp32 sums of segments in memory at a time
+ROOM = 2**26  # number of fp32 sums of segments in memory at a time, exceeded only if ROW_UNIT rows have more sums
 ROW_UNIT = 8  # number of bf16 elements in 16 bytes, the alignment of rows for cuBLASLt
 
 

@@ -67,7 +67,7 @@ class Gemm(NamedTuple):
     pairs      `gemm_kind` of A and of B; ANY: all pairs for which no other row applies
     devices    names in DEVICES of the devices on which the kernel runs
     name       name of the kernel in printed plans
-    status     "native": a GEMM unit of the device reads the formats; "emulated": decoded values, or plain torch
+    status     "native": a GEMM unit of the device reads the formats; "emulated": decoded values are multiplied, or plain torch runs
     run        function of `dlp.kernels.gemm_entries`
     layouts    whether the layouts of A and B are the first two arguments of `run`
     exact      condition on the layouts of A and B; None: all

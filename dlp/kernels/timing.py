@@ -1,6 +1,6 @@
 """Timing of work on one GPU, in milliseconds.
 
-    device_ms      device time of a run in a burst; the device waits until the burst is queued, so the host does not limit it
+    device_ms      device time of a run in a burst; the device waits until the burst is queued, so host time does not count
     parts_ms       device time of each part of a run, measured as in device_ms
     sustained_ms   device time under continuous load
     host_ms        time of one run that starts on an idle device, including the work of the host

@@ -3,9 +3,9 @@
     python -m dlp.kernels.tune CONFIG [--world N] [--section.key value ...]      arguments of `python -m bench.shapes`
     python -m dlp.kernels.tune FILE.json                                         output of `python -m bench.shapes ... --json`
 
-Candidates are timed under continuous load, as in a training run. The choices are stored in the user's cache, in a file for the
-device, by version of cuBLASLt and problem; later GEMMs of all processes use the choices. The recipe option `tuned = false`
-ignores the choices.
+Candidates are timed under continuous load, as in a training run. The choices are stored in the user's cache, in a file for
+this model of GPU, by version of cuBLASLt and problem; later GEMMs of all processes use the choices. The recipe option
+`tuned = false` ignores the choices.
 
 The exit status is 2, with a message, if the config or a file cannot be used or a requirement of the kernels is missing, and 1
 if the kernels do not compile. After a failure, the choices that were measured before stay stored.
@@ -90,7 +90,7 @@ def fastest(call: Callable[[], Tensor], timed: Callable[[Callable[[], Tensor]], 
 
 @contextmanager
 def _other_plans() -> Iterator[dict[tuple[gemms.GemmProblem, int, bool], Any]]:
-    """Context manager with an empty cache of plans; the previous plans return afterwards."""
+    """Context manager with an empty cache of plans; the previous plans are restored afterwards."""
     plans = gemms.plans()
     before = dict(plans)
     plans.clear()

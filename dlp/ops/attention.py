@@ -1,5 +1,7 @@
 """DotProductAttention: `torch.nn.functional.scaled_dot_product_attention` under the names of Transformer Engine (TE).
 
+Mask types, for Sq queries and Sk keys of B sequences and H heads:
+
     mask type            keys j that query i attends to; off = 0 for "causal" and "padding_causal", else Sk - Sq
     no_mask              all
     causal               j <= i + off
@@ -187,6 +189,8 @@ def seen_keys(
         heads: q and k, [B, H, S, D].
         given: The attention_mask of the caller (True: the query does not attend to the key); None: no mask.
         explicit: Whether a causal mask must be a tensor, since a bias is added to the mask; is_causal is then False.
+
+    Raises ValueError if the mask type needs a mask and `given` is None, or takes no mask and `given` is a mask.
     """
     takes = kind.startswith("padding") or kind == "arbitrary"
     if takes != (given is not None):

@@ -142,7 +142,7 @@ def layouts_of(tensors: Sequence[Any]) -> list[Any]:
 class Pass:
     """State of one forward of a fuser and its backward.
 
-    call               record of all calls with such tensors
+    call               the `FuserCall`, which all calls with tensors of these shapes, strides and dtypes share
     record             whether gradients are enabled (`torch.is_grad_enabled()`)
     scales             for each linear: the `ForwardState` (scales and random counter) of this forward, which backward restores
     weight_parts       for each linear: the operands of its weights (`WeightParts`), if they were cast before the pass; else

@@ -46,7 +46,7 @@ REGISTERED = Fusions()
 
 
 def load_shipped() -> None:
-    """Import the modules in `dlp/ops/fused`; each of them registers a fusion."""
+    """Import the modules in `dlp/ops/fused`; each module registers its fusions."""
     folder = Path(__file__).parent / "fused"
     for name in sorted(module.name for module in pkgutil.iter_modules([str(folder)])):
         importlib.import_module(f"dlp.ops.fused.{name}")

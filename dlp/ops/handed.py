@@ -165,7 +165,8 @@ def quantized(
 
 @dataclass(frozen=True)
 class LayerOperand(Operand):
-    """Quantizers of x or dy of a linear, with which a neighbouring op casts its output or gradient in place of the linear.
+    """Quantizers of x or dy of a linear. A neighbouring op casts its output or gradient with them, so that the linear need not
+    cast this tensor.
 
     bound        the spec under which the linear reads the tensor
     tensor       "x" or "dy"

@@ -147,8 +147,14 @@ class BasicLinear(BasicOperation, modules.Linear):
         return [local_tensor(parameter) for parameter in parameters]
 
     def operands(self, bound: BoundSpec, dtype: torch.dtype, record: bool) -> tuple[Any, Sequence[Tensor]]:
-        """Return the operands of the weights, if they were cast before the pass for an x of this dtype (`WeightParts`; None:
-        they were not), and the codes and scales that fprop reads. record: whether gradients are enabled."""
+        """Return (weight_parts, read).
+
+        weight_parts   operands of the weights that were cast before the pass for an x of this dtype (`WeightParts`); None: no
+                       weight was cast before the pass
+        read           codes and scales that fprop reads
+
+        record: whether gradients are enabled.
+        """
         weight_parts = self.core.weights.operands_for(bound, dtype)
         if weight_parts is not None:
             return weight_parts, weight_parts.rowwise

@@ -177,8 +177,8 @@ class BasicOperation(FusibleOperation):
     # `passed`.
 
     def planned(self, ctx: OperationContext) -> None:
-        """Called for each op when the fuser makes a plan, before it looks for fusions. `ctx`: the op's context in the call
-        that is planned. A linear stores its spec, which fusions read; other ops do nothing."""
+        """Prepare this op for a new plan. The fuser calls `planned` of every op before it looks for fusions. A linear stores
+        its spec, which fusions read; other ops do nothing. ctx: context of this op in the call that is planned."""
 
     def recipe_of(self, ctx: OperationContext) -> Recipe | None:
         """Return the recipe of this op; None: the op has no recipe."""

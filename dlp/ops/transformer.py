@@ -200,8 +200,8 @@ def _heads(
     options: dict[str, Any],
     parallel: bool,
 ) -> tuple[int, int, int]:
-    """Return the features of a head, the number of groups of k and v, and the tp size. Raises ValueError for numbers that do
-    not divide each other as required."""
+    """Return (features of a head, number of groups of k and v, tp size). Raises ValueError if the heads do not divide
+    hidden_size and kv_channels is None, if the groups do not divide the heads, or if tp does not divide the groups."""
     if kv_channels is None and hidden_size % heads:
         raise ValueError(
             f"TransformerLayer: {heads} heads do not divide hidden_size {hidden_size}: choose a number of heads that "

@@ -1,6 +1,6 @@
 """Clipping by the norm of all gradients.
 
-clip_               makes the next step of an optimizer of `dlp.optim` clip gradients; the host does not wait for the device
+clip_               makes the next step of an optimizer of `dlp.optim` clip gradients; the host does not wait for the norm
 clip_grad_norm_     clips before the step of any optimizer; accepts plain parameters together with DTensors
 """
 
@@ -21,7 +21,8 @@ from dlp.parallel.weight.local import local_values
 def clip_(optimizer: Optimizer, max_norm: float) -> Tensor:
     """Clip the gradients in the next step of an optimizer of `dlp.optim`, or skip the step if the norm is not finite.
 
-    The host does not wait for the device.
+    `clip_` sets `grad_scale` and `found_inf` of the optimizer, which keep their values until the next call. Gradients are not
+    changed, and the host does not wait for the device. All ranks call `clip_`.
 
     Args:
         optimizer: optimizer with the attributes `grad_scale` and `found_inf`.

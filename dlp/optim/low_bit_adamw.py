@@ -185,7 +185,8 @@ def step_of_one(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View float8 as bytes, since torch.where in compiled code does not support float8."""
+    """View a float8_e4m3fn tensor as bytes, since torch.where in compiled code does not support float8. Other tensors are
+    returned unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 

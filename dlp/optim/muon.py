@@ -36,12 +36,12 @@ BUFFER = "momentum_buffer"
 
 
 MUON = "muon"
-OWN = {"layer": "dlp.optim", "purpose": "other"}  # labels of the transfers of a step in ledgers
+OWN = {"layer": "dlp.optim", "purpose": "other"}  # labels of the gathers of a step for `dlp.comm.observer`
 
 
 def is_matrix_of_block(parameter: str, shape: Sequence[int]) -> bool:
-    """Return whether Muon updates a parameter: a matrix with "layers" in the dotted full name `parameter`, so neither embedding
-    nor head."""
+    """Return whether Muon updates a parameter: a matrix whose dotted full name `parameter` has a component "layers". Embeddings
+    and heads are outside of "layers"."""
     return len(shape) == 2 and "layers" in parameter.split(".")
 
 
@@ -156,8 +156,8 @@ class Muon(ScaledOptimizer):
 
 
 def orthogonal(u: Tensor) -> Tensor:
-    """Orthogonalize u [R, C] in bf16 to singular values of about 1 (0.7 to 1.2), by five steps of a quintic
-    Newton-Schulz iteration."""
+    """Orthogonalize u [rows, columns] in the dtype of u, bf16, to singular values of about 1 (0.7 to 1.2), by five steps of a
+    quintic Newton-Schulz iteration."""
     a, b, c = COEFFICIENTS
     x = u.t() if u.shape[0] > u.shape[1] else u
     x = x / x.norm().clamp(min=LEAST)
@@ -177,7 +177,7 @@ def whole(shard: Tensor, like: Tensor) -> Tensor:
     for axis, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             continue
-        shape = list(like.shape)  # shape after this gather: sharded by later axes only, in equal shards
+        shape = list(like.shape)  # shape of the matrix after this gather: only later mesh axes still shard it
         for later in range(axis + 1, mesh.ndim):
             if not isinstance(placements[later], Replicate):
                 shape[placements[later].dim] //= mesh.size(later)

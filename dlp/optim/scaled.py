@@ -1,4 +1,4 @@
-"""Base class of the optimizers of dlp. Clipping gradients and skipping a step do not wait for the device.
+"""Base class of the optimizers of dlp. Two tensors on the device control clipping and skipped steps, so the host does not wait:
 
     grad_scale   fp32 []; a step divides gradients by this number
     found_inf    fp32 []; if 1, a step changes neither parameters nor states
@@ -19,7 +19,8 @@ from dlp.optim.encodings import AVERAGES
 
 
 class ScaledOptimizer(Optimizer):
-    """Optimizer of parameters on one device. A subclass updates the parameters of a group in `step_of_group`."""
+    """Optimizer of parameters on one device. A subclass updates the parameters of a group in `step_of_group`, where it applies
+    `grad_scale` and `found_inf`."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -55,7 +56,7 @@ class ScaledOptimizer(Optimizer):
         return state
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the state of a parameter before its first step: by default, zeros for AdamW."""
+        """Return the state of a parameter before its first step: by default step and averages of AdamW, all zero."""
         step = torch.zeros((), device=parameter.device)
         return {"step": step, **{name: torch.zeros_like(parameter) for name in AVERAGES}}
 

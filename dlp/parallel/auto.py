@@ -38,7 +38,8 @@ from dlp.quant.siblings import together
 
 AUTO, SERIAL = "auto", "serial"
 CANDIDATES = (SERIAL, "chunked", "chunked:2", "chunked:4")
-# A strategy is chosen if its time is less than this fraction of the time of serial: for measured and for predicted times
+# A strategy other than serial can be chosen only if its time is less than this fraction of the time of serial: the fractions
+# for measured and for predicted times
 MEASURED, MODELLED = 0.98, 0.95
 VERSION = 1  # raise the number when strategies, transports or kernels change so that older tables no longer apply
 TABLES = Path(__file__).parent / "tables"
@@ -112,8 +113,8 @@ class Row:
     gemms: Mapping[str, float]
 
     def fastest(self, gemm: str) -> str | None:
-        """Return the fastest strategy of the pass of this GEMM, or serial if no strategy is faster by a margin and by more than
-        the noise of both times. None: serial was not measured."""
+        """Return the fastest strategy of the pass of this GEMM, or serial if that strategy is not faster than serial both by a
+        margin (`MEASURED`) and by more than the noise of both times. None: serial was not measured."""
         times, noise = self.passes.get(gemm, {}), self.noise.get(gemm, {})
         if SERIAL not in times:
             return None

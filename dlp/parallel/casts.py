@@ -3,6 +3,8 @@
     matrix [rows, columns]  ──►  rowwise operand [rows, columns]       quantized along its columns
                                  columnwise operand [columns, rows]    quantized along its rows, stored transposed
 
+A cast has four steps:
+
     plan       `CastPlan`, one for a tensor (x, w, dy, y, dx) and a number of rows: the reads of the matrix that produce the
                orientations, the padding, and the scales on which ranks agree
     observe    the amaxes that the casts need
@@ -10,9 +12,9 @@
                group, then over the second
     cast       cast into new storage, or into given storage
 
-x and dy are cast when the layer runs (`make_casts`). Weights are cast all together at the step boundary, into operands whose
-memory stays the same (`CastBatch`): matrices that share a quantizer are observed in one launch and cast in another. Such a
-launch reads a table of addresses in device memory. The table is rewritten when the address of a matrix, an operand, a delayed
+x, dy, y and dx are cast when the layer runs (`make_casts`). Weights are cast all together at the step boundary, into operands
+whose memory stays the same (`CastBatch`): matrices that share a quantizer are observed in one launch and cast in another. Both
+launches read a table of addresses in device memory. The table is rewritten when the address of a matrix, an operand, a delayed
 scale or a flag has changed: in the first steps, after a load, after a recipe change. All other steps only launch, so that a
 CUDA graph can capture these steps. A matrix is observed and cast separately, with bitwise equal operands, if the quantizer has
 no method `batch`, the operands have no storage yet, or no kernel can read the matrix.

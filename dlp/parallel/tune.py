@@ -8,7 +8,7 @@ The config defines layers, tokens, tp and transport; `torchrun` starts the ranks
 linear or siblings, is measured under its recipe in the config, or under all recipes of --recipes:
 
     fprop    the forward of the layer under each strategy
-    dgrad    the backward of the layer including wgrad, which may overlap the reduction of dgrad
+    dgrad    the backward of the layer including wgrad, which may overlap the reduction of dx
     alone    each GEMM of the layer without a transfer; from these times `dlp.parallel.auto` predicts times at other sizes
 
 On GPUs each pass is captured in a CUDA graph, so times are device times. A round replays the graph of each strategy several

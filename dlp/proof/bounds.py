@@ -4,8 +4,8 @@ A rounding with unit roundoff u adds an independent error of variance u^2 value^
 length L, the difference of two computations has at most the variance
 
     2 (var(A) @ (B^2).T + (A^2) @ var(B).T)      casts of A and B with different scales; var: variance of a cast error
-    + 2 u_sum^2 L (A^2) @ (B^2).T                sums of L terms in another order, in fp32
-    + u_out^2 (2 C^2 + (A^2) @ (B^2).T)          results and partial sums, rounded to the dtype of the result
+    + 2 u_sum^2 L (A^2) @ (B^2).T                sums of L terms in another order; u_sum: unit roundoff of fp32
+    + u_out^2 (2 C^2 + (A^2) @ (B^2).T)          roundings of results and partial sums; u_out: of the dtype of the result
 
 `Spread` holds the terms that depend on the tensor, and `variance` computes the sum for a dtype. `measure` compares the 2-norm
 of a difference with the root of the summed variances: over all values of a rank, each row, each column, and each element. The
@@ -297,7 +297,7 @@ def spread(trace: Trace, key: Key) -> Spread:
     found, rows = terms(trace, key), rows_of(value)
     typical = rows.square().mean(-1, keepdim=True)
     # If a query attends to a single key, its gradient is a difference of equal terms: 0 but for rounding errors, which are as
-    # large as in other rows
+    # large as in other rows. A row thus counts with at least the mean over rows
     if not found and is_activation_gradient(key):
         typical = typical.clamp(min=typical.mean())
     squares = typical.expand_as(rows).reshape(value.shape)

@@ -161,7 +161,7 @@ class Place:
 
     def _of_context(self, given: Tensor) -> Tensor:
         """Return the tokens of this rank of cp in a tensor [sequences, S, ...] or [sequences * S, ...] of one piece or of all
-        pieces. A tensor without such dimensions is returned unchanged."""
+        pieces, where S is the length of a sequence. A tensor without such dimensions is returned unchanged."""
         case, context = self.case, Context(self.case.cp, self.cp)
         if case.cp == 1 or not given.dim() or not case.sequences:
             return given

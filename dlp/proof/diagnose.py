@@ -368,7 +368,8 @@ def _bias(case: Case) -> Guess | None:
 
 
 def _scales(case: Case) -> Guess | None:
-    """Check for one factor on each block of rows or columns, with one block for each rank of an axis."""
+    """Check for one factor on each block of rows or columns, with one block for each rank of an axis or of the mesh, or with 8
+    blocks."""
     mesh = case.place.case
     for count in dict.fromkeys((mesh.tp, mesh.cp, mesh.dp, mesh.ranks, 8)):
         for dim, word in enumerate(("rows", "columns")):

@@ -171,7 +171,8 @@ class Follower:
             self.failed.append(Seen(key, WHOLE, (1, 1), Guess("another scale", str(error))))
 
     def codes(self, model: nn.Module) -> None:
-        """Check before a step that the codes from the step boundary equal a cast of the current weights."""
+        """Check before a step that the codes from the step boundary equal a cast of the current weights, except for weights
+        that FSDP shards."""
         for weight in (weight for core in cores(model) for weight in core.weights):
             if not isinstance(weight, LocalWeight) or not weight.parts or weight.bound.spec.recipe.w.keeps_source:
                 continue

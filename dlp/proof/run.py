@@ -73,8 +73,8 @@ def prove(  # noqa: PLR0913 (the subjects and the method of the comparison, all 
     """Compare training steps on each mesh with the same steps on one rank, tensor by tensor.
 
     Every module without children, and the code between modules, gets the inputs that one rank computed, so that differences do
-    not accumulate. Each y, dx, dw, db, weight, delayed scale and loss is compared within a bound, which follows from the
-    formats and the length of the contraction that computes this tensor.
+    not accumulate. Each activation, gradient, weight, delayed scale and loss is compared within a bound, which follows from
+    the formats and the length of the contraction that computes this tensor.
 
     Args:
         build_model: `build_model(mesh, case)` returns a model, or (model, optimizer), on a mesh as of `dlp.build_mesh`:
@@ -92,8 +92,9 @@ def prove(  # noqa: PLR0913 (the subjects and the method of the comparison, all 
             `dlp.convert(..., invariant=True)` pass.
         reduction: "mean" or "sum": reduction of `loss` over the sequences of a batch.
         wire: `wire(model, mesh, case)` returns the planned bytes of a rank in a step, a `dlp.parallel.traffic.predict.Traffic`.
-            They are compared with the bytes that are counted in the last step, if `steps` is at least 3.
-        device_type: "cpu" or "cuda"; None: cuda if there is a GPU for each rank.
+            If `steps` is at least 3, the planned bytes are compared with the bytes that are counted in the last step, on
+            meshes that have all ranks of the run.
+        device_type: "cpu" or "cuda"; None: cuda if there is a GPU (without torchrun: a GPU for each rank).
 
     Returns:
         A `Report`, equal on all ranks: `print(report)`, `report.ok`, `report.first`.
@@ -172,7 +173,7 @@ def _rank(rank: int, ranks: int, device: str, folder: str, job: bytes) -> None:
         error.add_note(traceback.format_exc())
         part = Path(folder) / f"part-{rank}"
         part.write_bytes(pickle.dumps(error))
-        part.replace(Path(folder) / f"refused-{rank}")  # atomic
+        part.replace(Path(folder) / f"refused-{rank}")  # atomic: no incomplete file has this name
         raise
     if rank == 0:
         (Path(folder) / "report").write_bytes(pickle.dumps(report))
@@ -413,7 +414,7 @@ def _counted(
         yield
         return
     session, ledger = session_of(model), Ledger(mesh)
-    watch, session.before_gather = session.before_gather, None  # `before_gather` sends bytes itself
+    watch, session.before_gather = session.before_gather, None  # off: `before_gather` sends bytes itself
     try:
         with ledger.step(program.wire(model, mesh, case)) as seen:
             yield
@@ -437,8 +438,8 @@ def _piece(each: Any, case: MeshCase, piece: int, device: torch.device) -> Any:
 
 
 def _total(own: Tensor, case: MeshCase) -> Tensor:
-    """Return the loss summed over all ranks of dp and cp. If the sums differ between tp ranks, the first different sum is
-    returned, so that the comparison fails.
+    """Return the loss summed over all ranks of dp and cp. If the sums differ between tp ranks, the first sum that
+    differs from the sum of tp rank 0 is returned, so that the comparison fails.
 
     own: contributions of the microbatches of this rank to the loss."""
     told: list[Any] = [None] * dist.get_world_size()

@@ -18,7 +18,7 @@ def table(recipes_path: str | Path | None = None) -> str:
     """Return the support table as text, with one row for each recipe and one column for each device.
 
     "native": the GEMM unit of the device reads the format; "emulated": decoded values or the plain-torch reference, with the
-    same numerics. A cell lists the GEMMs if their support differs.
+    same numerics; "own": the method `gemm` of a user-defined format. A cell lists the GEMMs if their support differs.
     """
     rows = [["recipe", *DEVICES]]
     for name in names(recipes_path):

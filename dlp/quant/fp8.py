@@ -81,7 +81,7 @@ class _TensorScaling:
 
     def _source(self, amax: Tensor | None, slot: ScaleSlot | None) -> ops.Fp8Scale:
         """Return the `Fp8Scale` of a cast: the amax if `needs_amax`, else the scale of the slot. In the second case the cast
-        also raises `slot.staging` to max |x|."""
+        also writes max(slot.staging, max |x|) to `slot.staging`."""
         if self.needs_amax:
             assert amax is not None, "current scaling casts with an observed amax"
             return ops.Fp8Scale(amax, None, None, self.power_of_two, self.epsilon)
@@ -147,8 +147,8 @@ class CurrentScaling(_TensorScaling):
 
 @dataclass(frozen=True)
 class DelayedScaling(_TensorScaling):
-    """Quantizer with one delayed scale per tensor: code = fp8(x * slot.scale), with an fp32 product. The cast raises
-    `slot.staging` to max |x|.
+    """Quantizer with one delayed scale per tensor: code = fp8(x * slot.scale), with an fp32 product. The cast writes
+    max(slot.staging, max |x|) to `slot.staging`.
 
     Ranks need no agreement before a cast, because all ranks of the amax group have the same scale. `element`: "e4m3" or "e5m2".
     `margin`, `amax_history_len`, `amax_compute_algo`: see `SlotOptions`.

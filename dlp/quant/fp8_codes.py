@@ -84,8 +84,8 @@ class Fp8Blocks(Fp8Codes):
 class Fp8BlockScaling:
     """Base of quantizers with one scale per block, from the amax of the block. Ranks need no agreement.
 
-    CASTS      operations that cast a matrix, and a matrix in both orientations; defined by the subclass
-    _options   keywords of these operations; defined by the subclass
+    CASTS      (operation that casts a matrix, operation that casts a matrix in both orientations); defined by the subclass
+    _options   keywords of both operations; defined by the subclass
     """
 
     element: str

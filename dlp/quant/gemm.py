@@ -1,6 +1,6 @@
 """`Gemm`, a GEMM of quantized operands, and the look-up of its kernel in the kernel table.
 
-    D [rows, N] = alpha A [rows, C] @ B [N, C].T (+ bias, + accumulate)       contraction last in both operands
+    D [rows, N] = alpha A [rows, C] @ B [N, C].T (+ bias, + accumulate)       contraction C, last in both operands
 
 A `Gemm` has all arguments except A, so that a strategy can call it once, or several times with chunks of rows of A.
 

@@ -33,7 +33,7 @@ from dlp.quant.quantizer import (
 from dlp.quant.tensor import SHARED, Format, Part, QuantizedTensor, Shape
 
 BLOCK = 16
-# amax * FACTOR is the scale_inv of the tensor; 6 is the largest code, and 448 is the largest block scale
+# amax * FACTOR is the scale_inv of the tensor; 6 is the largest E2M1 value, and 448 is the largest E4M3 block scale
 FACTOR = 1 / (6 * 448)
 PARTS = (
     Part("codes", torch.uint8, rows=0, contraction=1),
@@ -115,7 +115,7 @@ class Nvfp4Scaling:
     signs           see `Nvfp4`
     stochastic      round stochastically; casts need the argument `at`
     four_over_six   choose the scale of each block from two scales, which map the largest value of the block to 6 or to 4: the
-                    scale with the smaller squared error, or 6 if the errors are equal (arXiv 2512.02010,
+                    scale with the smaller squared error; the scale to 6 if the errors are equal (arXiv 2512.02010,
                     `dlp.kernels.reference.nvfp4`). The stored amax is amax * 448/256
 
     Raises ValueError for `four_over_six` with `stochastic`. A cast raises ValueError for a matrix with partial blocks, and for

@@ -207,8 +207,8 @@ class QuantizedParameter(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """Return the parts that FSDP gathers. Raises ValueError, on all ranks, if the number of ranks does not divide the
-        rows."""
+        """Return (parts that FSDP gathers, this parameter); FSDP passes the second to `fsdp_post_all_gather` as `mine`. Raises
+        ValueError, on all ranks, if the number of ranks does not divide the rows."""
         if outer_size[0] % mesh.size():
             raise ValueError(
                 f"a quantized weight {tuple(outer_size)} has {outer_size[0]} rows, which FSDP cannot shard evenly over "
@@ -329,7 +329,7 @@ def _runs(*funcs: Any) -> Callable[[Run], Run]:
 
 
 @_runs(aten.detach.default, aten.alias.default, aten.contiguous.default, c10d.wait_tensor.default)
-# torch 2.11 does not have the operation _wrap_tensor_autograd
+# registered only if torch has the operation _wrap_tensor_autograd, which torch 2.11 lacks
 @_runs(*(getattr(c10d, name).default for name in ("_wrap_tensor_autograd",) if hasattr(c10d, name)))
 def _each_part(func: Any, w: QuantizedParameter, **kwargs: Any) -> QuantizedParameter:
     return w.like([func(part) for part in w.parts], shape=_flat(w))

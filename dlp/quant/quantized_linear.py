@@ -117,7 +117,7 @@ def decoded(parts: list[Tensor], dtype: torch.dtype, use: int) -> Tensor:
     shares = any(values.untyped_storage().data_ptr() == part.untyped_storage().data_ptr() for part in parts)
     if values.shape == (rows, columns) and values.is_contiguous() and not shares:
         return values
-    # A custom op must not return a view of its arguments
+    # Copy, since a custom op must not return a view of its arguments
     return values[:rows, :columns].clone(memory_format=torch.contiguous_format)
 
 

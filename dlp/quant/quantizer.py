@@ -39,7 +39,7 @@ class ScaleSlot:
     staging: Tensor
 
     def record(self, x: Tensor) -> None:
-        """Raise `staging` to max |x|."""
+        """Write max(staging, max |x|) to `staging`."""
         self.staging.copy_(torch.maximum(self.staging, ops.amax(x)))
 
 

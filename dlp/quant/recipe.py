@@ -118,7 +118,8 @@ class Recipe:
         y: quantizer by which y is cast and decoded; None: y is not rounded.
         dx: quantizer by which dx is cast and decoded; None: dx is not rounded.
         gather_dy: how dy is gathered. "quantized": as codes; "high_precision": in the dtype of dy, and quantized afterwards.
-        options: (name, value) of the options that `load` was called with, for printing.
+        options: (name, value) of the options that `load` was called with, for printing; options of the recipe itself only if
+            their values differ from the defaults.
 
     Raises:
         ValueError: for two operands that a GEMM cannot multiply (the message names the GEMM), and for a quantizer that lacks a

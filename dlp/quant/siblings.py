@@ -81,7 +81,7 @@ def together(a: Format, b: Format, count: int, device: str) -> tuple[Siblings, S
 
 
 def as_one(operands: Sequence[Any], gemms: Sequence[Gemm], dtype: torch.dtype) -> tuple[Sequence[Any], Sequence[Gemm]]:
-    """Return one joined operand A and one GEMM with a result of `dtype`, in place of the operands and GEMMs of siblings.
+    """Join the operands and the GEMMs of siblings: return one operand A and one GEMM with a result of `dtype`, each in a list.
 
     The arguments are returned unchanged if `together` returns None, if an operand is still being gathered, if siblings have
     different formats, or if a GEMM has a bias, an `accumulate` tensor or an `alpha` other than 1.

@@ -2,8 +2,8 @@
 
     scale      fp32 [slots]   scales that casts read
     staging    fp32 [slots]   maximum of the amaxes since the last update; 0 if there was no cast
-    history    fp32 [L, n]    amaxes of earlier steps, for the n slots with the same history length L and amax algorithm; row 0
-                              is 0
+    history    fp32 [L, n]    amaxes of earlier steps, oldest first, for the n slots with the same history length L and amax
+                              algorithm; row 0 is always 0. A column skips the steps in which the slot was not used
 
 `scale` and `staging` are one tensor each for all slots, and casts use views of these tensors. One all-reduce of `staging` is
 therefore enough for all scales. An update is a few vectorized operations for any number of slots; on a GPU it is one launch.
@@ -96,7 +96,8 @@ class SlotTable:
         return self._index[name]
 
     def update(self, reduced: Tensor) -> None:
-        """Append `reduced` to the histories, compute the scales from the histories, and zero `staging`.
+        """Append `reduced` to the histories, compute the scales from the histories, and zero `staging`. A slot for which
+        `reduced` is 0 was not used: its history and scale do not change.
 
         reduced   fp32 [slots], `staging` after the MAX all-reduce over ranks. Passing the tensor `staging` itself saves a copy
         """
@@ -210,14 +211,14 @@ class ScalingState:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Drop cached views and masks, and the records of earlier forwards."""
+        """Drop cached views and masks, and the `ForwardScales` of earlier forwards."""
         self._views: dict[str, ScaleSlot] = {}  # name -> cached views of the table
         self._masks: dict[tuple[bool, ...], Tensor] = {}  # mask of slots -> the same mask as a tensor, bool [slots]
         # Scales of the forwards since the last change of scales, by the argument `behind` of `hold`
         self._held: dict[Hashable, ForwardScales] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy or pickle, without cached views and without records of forwards."""
+        """Return the state for a copy or pickle, without cached views and masks, and without `ForwardScales`."""
         return vars(self) | {"_views": {}, "_masks": {}, "_held": {}}
 
     @property
@@ -277,8 +278,8 @@ class ScalingState:
 
     @contextmanager
     def restaging(self) -> Iterator[None]:
-        """Context manager for tensors that are cast again. In `staging`, the new amax of such a tensor replaces the old amax;
-        other entries are unchanged."""
+        """Context manager for tensors that are cast again. In `staging`, a new amax above 0 replaces the old amax of the
+        tensor; other entries are unchanged."""
         staging = self.table.staging
         before = staging.clone()
         staging.zero_()

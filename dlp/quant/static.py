@@ -65,7 +65,7 @@ def fits(quantizer: Quantizer) -> bool:
 
 
 def has_zero_points(quantizer: Quantizer) -> bool:
-    """Return whether a quantizer has zero points, so that its range is the smallest and the largest value."""
+    """Return whether a quantizer has zero points, so that its static range consists of two numbers."""
     return isinstance(quantizer, IntScaling) and not quantizer.symmetric
 
 

@@ -1,9 +1,10 @@
 """Formats and quantized tensors: shapes, decoding and sharding of codes and scales.
 
-A GEMM operand is a matrix [rows, contraction]. A `QuantizedTensor` is a plain record of the parts of this matrix: first the
-payload (codes, or high-precision values), then the scales. The `Format` defines the shapes and the decoding of the parts, and
-whether the payload may be transposed. For an operand that is sharded along a dimension, the format gives for each part the
-dimension along which the shards of the part are concatenated, or SHARED for a part that is equal on all ranks.
+A GEMM operand is a matrix [rows, contraction]. A `QuantizedTensor` holds the parts of this matrix: first the payload (codes, or
+high-precision values), then scales and, in some formats, zero points or a mask. The `Format` defines the shapes and the
+decoding of the parts, and whether the payload may be transposed. For an operand that is sharded along a dimension, the format
+gives for each part the dimension along which the shards of the part are concatenated, or SHARED for a part that is equal on all
+ranks.
 
 Scales have compact shapes, without padding. On a GPU, `Format.empty` may allocate scales with the strides that kernels write or
 read fastest. Other layouts of scales for GEMMs are computed right before the GEMM. Parts are made contiguous for transfers.

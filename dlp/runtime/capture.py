@@ -15,8 +15,8 @@ tensors in one allocation, in which tensors that are not in use at the same time
     second call     records the launches of the function, and replays them
     further calls   replay the launches
 
-Calls between launches (`launches.call`), such as collectives of NCCL, are repeated in every replay. The launches before,
-between and after such calls are one native call each.
+Calls between launches (`launches.call`), such as collectives of NCCL, are repeated in every replay. Consecutive launches
+with no such call between them are one native call.
 """
 
 from __future__ import annotations

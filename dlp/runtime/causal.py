@@ -43,7 +43,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         - q: [B, heads, M, D]; k, v: [B, kv heads, N, D], N >= M
         - output: the shape of q
     """
-    if autocast_is_on(q):  # ops of the backends do not autocast
+    if autocast_is_on(q):  # the ops of the backends, which are called directly below, do not autocast
         q, k, v = map(in_autocast_dtype, (q, k, v))
     before, grouped = k.shape[2] - q.shape[2], q.shape[1] != k.shape[1]
     if before == 0:

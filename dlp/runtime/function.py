@@ -73,7 +73,7 @@ def autocast_is_on(x: Tensor) -> bool:
 
 
 def in_autocast_dtype(x: Tensor) -> Tensor:
-    """Return x in the dtype of torch.autocast if x is bf16, fp16 or fp32; then y has this dtype, as for nn.Linear."""
+    """Return x in the dtype of torch.autocast if x is bf16, fp16 or fp32; the output then has this dtype, as for nn.Linear."""
     return x.to(torch.get_autocast_dtype(x.device.type)) if x.dtype in ACTIVATIONS else x
 
 

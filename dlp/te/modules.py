@@ -53,7 +53,7 @@ class SplitLinear(ops.Linear):
 
 
 def _sizes(out_features: int, split: Split) -> dict[str, int]:
-    """Return prefix of the names of a weight and its bias -> number of output features of this weight.
+    """Return a dict from the prefix of the names of each weight and its bias to the number of output features of the weight.
 
     Raises ValueError if the sizes do not sum to `out_features`, or if two names give the same prefix."""
     if split is None:
@@ -100,7 +100,7 @@ def _sharded(options: Mapping[str, Any]) -> bool:
 
 
 class _Module(nn.Module):
-    """Base class of the modules of TE, which provides `backward_dw`."""
+    """Base class with the method `backward_dw` of TE's modules."""
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients (delay_wgrad_compute=True)."""
@@ -114,7 +114,7 @@ class Linear(_Module, SplitLinear):
         in_features: K, the last dimension of x.
         out_features: N, the last dimension of y.
         bias: whether the layer has a bias.
-        parallel_mode: how `tp_group` shards the weight: None (not), "column" or "row".
+        parallel_mode: how `tp_group` shards the weight: "column" or "row"; None: not sharded.
         parameters_split: see `SplitLinear`.
         return_bias: True: return (y without bias, bias).
         options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method, name,

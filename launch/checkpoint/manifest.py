@@ -192,7 +192,8 @@ def read_manifest(path: Path, way_out: WayOut = way_out) -> dict[str, Any]:
 
 
 def _without_manifest(path: Path) -> str:
-    """Return the predicate of a sentence about a path without a manifest, which names the checkpoints in or beside the path."""
+    """Return the predicate of a message about a path without a manifest: what the path is instead, and which checkpoints are
+    in or beside the path."""
     for kind, folder in (("is the folder of a run", path / "checkpoints"), ("is the folder of its checkpoints", path)):
         if found := complete(folder):
             return f"{kind}, whose newest checkpoint is {found[-1]}"

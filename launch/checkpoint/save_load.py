@@ -240,8 +240,8 @@ def _remove(path: Path) -> None:
 
 
 def _finish(temporary: Path, final: Path, manifest: dict[str, Any], keep: int) -> list[str]:
-    """Check that the index of torch, the hashes of all ranks and the folder list the same files; write the manifest, rename the
-    folder, and remove old checkpoints. Runs on rank 0.
+    """Check that the index of torch and the hashes of all ranks list the same files, and that each file is in the folder with
+    the right size; then write the manifest, rename the folder, and remove old checkpoints. Runs on rank 0.
 
     Returns the names of old checkpoints that could not be removed; that is not an error."""
     dcp_files.check_index(temporary, manifest["files"])

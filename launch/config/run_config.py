@@ -81,8 +81,8 @@ def parallel_dims(config: Config, world_size: int) -> ParallelDims:
 
 
 def shards(config: Config, dp_size: int) -> bool:
-    """Return whether FSDP manages the parameters: with several data-parallel ranks, or if FSDP must cast parameters to the
-    dtype of activations."""
+    """Return whether FSDP manages the parameters: if `dp_size`, the number of ranks with different tokens (dp and cp), is above
+    1, or if FSDP must cast parameters to the dtype of activations."""
     return dp_size > 1 or (config.architecture.fsdp_casts and config.train.dtype != "fp32")
 
 

@@ -1,4 +1,4 @@
-"""Estimates of memory per rank and seconds per step, computed from a config without starting ranks. A board is a kind of GPU.
+"""Estimates of memory per rank and seconds per step, computed from a config without starting ranks. A board is a GPU product.
 
 memory        bytes of a rank at four moments of a step
 memory_check  whether a run fits into the memory of a board

@@ -1,5 +1,5 @@
 """Memory of a rank during a step, computed from a config. `--plan` prints the table; with `--device BOARD` a config that does
-not fit is rejected.
+not fit is rejected. The sum of two parts is predicted:
 
     static      parameters, weights cast at the step boundary, optimizer states, workspaces, mapped memory, and, if steps are
                 replayed as a CUDA graph, the memory of an eager validation and of an eager step with the sentinel
@@ -108,7 +108,7 @@ def _renamed(row: LayerPlan, block: str, to: str) -> LayerPlan:
 
 
 class _Estimate:
-    """Computation of the rows of `Memory`, one method per row."""
+    """Computation of the rows of `Memory` for one config."""
 
     def __init__(self, config: Config, plan: Plan, load: Workload, waits: Accumulation) -> None:
         self.config, self.plan, self.load, self.waits = config, plan, load, waits

@@ -65,8 +65,8 @@ def planned(config: Config, world: int, device: str, plan: Plan | None = None) -
 
 
 def check_fits(config: Config, world: int, device: str, found: Planned) -> None:
-    """Raise ConfigError if `device` is a board, and its memory does not suffice or the memory of the run cannot be
-    predicted."""
+    """Raise ConfigError for a board whose memory does not suffice, or if the memory of the run cannot be predicted. Other
+    devices are not checked."""
     if device not in BOARDS:
         return
     if isinstance(found.memory, Unpredictable):

@@ -39,7 +39,7 @@ class Rates:
     memory          bytes per second of pointwise kernels and casts
     optimizer       bytes per second of the fused AdamW
     norm            bytes per second of the gradient norm
-    gap             seconds between the end of a kernel in a CUDA graph and the start of the next
+    gap             seconds per kernel in a CUDA graph of tiny kernels, counted as the gap between any two kernels
     replay          seconds between two replays of a CUDA graph
     host            seconds per kernel that the host needs to launch a step without a CUDA graph, including Python
     host_collective seconds per NCCL collective over tp that the host needs in such a step

@@ -122,7 +122,8 @@ class _Linear(nn.Module):
 
 
 class _Embedding(nn.Module):
-    """Stand-in for an embedding, sharded over tp or not. Further arguments, as of embeddings of positions, are ignored."""
+    """Stand-in for an embedding, sharded over tp or not. `forward` ignores all arguments except the tokens, since embeddings of
+    positions in some models are called with more."""
 
     def __init__(self, row: OtherPlan, hidden: int, dtype: torch.dtype, tp: int, count: _Count) -> None:
         super().__init__()

@@ -51,7 +51,7 @@ class Forecast:
                         replayed as a CUDA graph
     slowest             seconds per step with the slowest measured host
     microbatch          schedule of the last microbatch of the step
-    board               kind of GPU
+    board               key of `launch.common.devices.BOARDS`
     measured            device, date and torch version of the measured rates
     """
 

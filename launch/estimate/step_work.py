@@ -3,7 +3,8 @@
 Seconds are computed from bytes, FLOPs and the measured speeds of a board (`Rates`):
 
     GEMM                    2 M N K / FLOP/s of the recipe at the nearest measured sizes
-    attention               FLOPs / FLOP/s; causal forward: 2 B S^2 heads head_dim FLOPs, backward: 2.5 times as many
+    attention               FLOPs / FLOP/s; causal forward: 2 B S^2 heads head_dim FLOPs for B
+                            sequences of S tokens, backward: 2.5 times as many
     pointwise, cast, sum    bytes read and written / memory bandwidth
     transfer                bytes that the rank sends (`dlp.parallel.traffic.predict`) / speed of the link; over tp and cp, a
                             latency in addition

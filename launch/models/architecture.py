@@ -1,10 +1,11 @@
 """Interface between the launcher and models.
 
 `Decoder` implements the families of `[model]`, and `Pretrained` models of transformers; `Config.architecture` chooses.
+Members of `Architecture`:
 
-    settings       vocab, head_dim, blocks, settings, rules, flops_per_token
-    meta device    meta, groups, check, describe, estimated
-    on ranks       share_sequences, prepare, allocate, initialize, loss
+    from the settings alone       vocab, head_dim, blocks, settings, rules, flops_per_token
+    for models on meta device     meta, groups, check, describe, estimated
+    for the model of a rank       share_sequences, prepare, allocate, initialize, logits, loss, block_modules
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def check_plan(plan: Plan, config: Model) -> None:
         _check_fused(plan)
     cut = next(row for row in plan.layers if row.name.endswith("o_proj")).sequence_parallel
     rows = [(row.name, row.style, row.sequence_parallel) for row in plan.layers]
-    # q_norm and k_norm read the heads of this rank and all tokens, even with sequence parallelism
+    # `reads_cut`: q_norm and k_norm, which are not compared, since they read this rank's heads of all tokens in any case
     rows += [(other.name, other.style, other.sequence_parallel) for other in plan.others if not other.reads_cut]
     for name, style, on_shards in rows if plan.tp > 1 else ():
         if on_shards != cut:

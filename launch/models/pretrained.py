@@ -1,4 +1,4 @@
-"""Architecture of models of transformers, from a folder with config.json and *.safetensors.
+"""Architecture of models of transformers, from a folder with config.json and *.safetensors. Origin or treatment of each part:
 
 config.json     defines the model, constructed on the meta device (`dlp.meta_model`), and the settings that checkpoints compare
 tp              layer groups follow from `base_model_tp_plan` of the model (`dlp.tp_plan`); modules without an entry are not
@@ -61,7 +61,7 @@ def _opened(folder: str) -> Any:
 @functools.cache
 def _sizes_of(folder: str, content: str) -> tuple[tuple[str, ...], int, int]:
     """Return (names of the blocks, number of matmul parameters that a token uses, number of blocks * query heads * head_dim).
-    Of the experts, only the share to which a token is routed counts.
+    Parameters of experts count in proportion to the share of the experts to which a token is routed.
 
     content: settings of config.json as text; part of the cache key, so that a changed file is read again.
     """

@@ -63,7 +63,8 @@ def transport_name(asked: str, dims: ParallelDims, device: str) -> str:
 
 
 def describe_transports(asked: str, dims: ParallelDims, device: str) -> list[str]:
-    """Return the line of the plan about the transport of each mesh axis, with the reason; empty for one rank."""
+    """Return the line of the plan about the transport of each mesh axis with several ranks, and the reason; empty for one
+    rank."""
     backend, said = "gloo" if device == "cpu" else "NCCL", []
     if dims.tp > 1 and transport_name(asked, dims, device) == MAPPED:
         said.append(f"tp {dims.tp}: mapped memory (all ranks on one host; needs peer access between the GPUs)")

@@ -1,11 +1,11 @@
-"""Exit of a rank before the end of the run.
+"""Exit of a rank before the end of the run. The causes, and what the rank does:
 
 SIGTERM       The handler sets a flag. Ranks exchange the flag with the metrics of a step, save together and exit with code 0.
 refusal       Error that a user can correct (a setting, a checkpoint), or that all ranks detect (NaN). Rank 0 prints a sentence.
 exception     Traceback and immediate exit. An orderly exit of the process group could wait for a dead peer.
 dead peer     torchrun sends SIGTERM to the other ranks. They may be blocked in a collective, where Python runs no signal
-              handlers, so a thread watches the wake-up pipe of the signal. It ends the process if no step boundary follows
-              within `patience` seconds; time for saving is not counted.
+              handlers, so a thread watches the wake-up pipe of the signal. The thread ends the process if no step boundary
+              follows within `patience` seconds; time for saving is not counted.
 """
 
 from __future__ import annotations

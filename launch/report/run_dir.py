@@ -33,7 +33,8 @@ LIBRARIES = ("CUDA_", "GLOO_", "NCCL_", "OMP_", "TORCH_")  # prefixes of environ
 
 
 class RunDir:
-    """Folder and log of a run on this rank. Before `begin` only the lock file is written, and messages stay in memory.
+    """Folder and log of a run on this rank. Before `begin` only the lock file is written, and messages stay in memory,
+    unless an exception is logged (`logged`).
 
     path          folder of the run
     checkpoints   folder of its checkpoints

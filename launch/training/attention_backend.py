@@ -9,7 +9,7 @@ from launch.models.attention import Choice
 
 CUDNN, CUDNN_HEAD_DIM = 91501, 128  # oldest supported version of cuDNN, and largest supported head_dim
 INVARIANT = "flash"  # backend in invariant mode
-FASTEST = "cudnn"  # fastest backend on GPUs with dlp's kernels, by bench.attention
+FASTEST = "cudnn"  # fastest backend on the GPUs that dlp's kernels support, as measured by bench.attention
 
 
 def choose(train: Train, head_dim: int, documents: bool, kind: str) -> Choice:

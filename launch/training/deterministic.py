@@ -1,8 +1,8 @@
 """Deterministic algorithms for `[train] deterministic = true`: runs with equal settings are bitwise equal, on GPUs as well. The
 slowdown is measured at the start of a run.
 
-Without this setting, some CUDA kernels sum with atomics in a varying order. Runs on CPUs are always bitwise equal, and
-collectives sum in the order of ranks.
+Without this setting, some CUDA kernels sum with atomics in a varying order. Runs on CPUs are bitwise equal without it, and
+collectives sum in the same order in every run.
 """
 
 from __future__ import annotations

@@ -97,8 +97,9 @@ def make_optimizer(model: nn.Module, config: Config, device: torch.device, *, ca
 
 
 def describe(config: Config, plan: Plan, dp_shard: int) -> Iterator[str]:
-    """Yield lines of the plan about a low-bit optimizer: number and bytes of encoded averages (exp_avg, exp_avg_sq) on a rank,
-    and parameters whose averages stay in fp32, with the reason. Yields nothing for other optimizers."""
+    """Yield lines of the plan about a low-bit optimizer: number of parameters on a rank whose averages (exp_avg, exp_avg_sq)
+    are encoded, bytes of all averages on a rank, and parameters whose averages stay in fp32, with the reason. Yields nothing
+    for other optimizers."""
     encoding = ENCODINGS.get(config.train.optimizer)
     if encoding is None:
         return

@@ -1,4 +1,4 @@
-"""Recomputation of blocks in backward (activation checkpointing), by torch.utils.checkpoint.
+"""Recomputation of blocks in backward (activation checkpointing), by torch.utils.checkpoint. Values of `[train] checkpointing`:
 
     full        a block saves its input, and its complete forward runs again in backward
     selective   results of GEMMs and attention, and operands of wgrad, are saved; pointwise operations run again

@@ -136,8 +136,8 @@ class Sentinel:
         return any(module._compiled_call_impl is not None for module in above)
 
     def close(self, sums: Sums, loss: Tensor, *, gradients: bool) -> None:
-        """Append the checksum of the loss and, with `gradients`, those of the gradients of all parameters, in about the order
-        of backward."""
+        """Append the checksum of the loss and, with `gradients`, one checksum for each gradient of a parameter, in about the
+        order of backward."""
         self._add(sums, {("forward", "the loss"): loss})
         named = reversed(list(self._model.named_parameters())) if gradients else ()
         grads = {("backward", f"the gradient of {name}"): p.grad for name, p in named if p.grad is not None}

@@ -3,8 +3,8 @@
     ┌─ step: microbatches forward and backward, clip, optimizer (step boundary) ─┐
     └─ read the results of the previous step; validate, save or stop if due     ◄┘
 
-The host reads the results of a step one step later, so it never waits for the device. One reduction per step adds loss and
-stop requests of all ranks.
+The host reads the results of a step after the launch of the next step, so that the device has work while the host waits for
+the results. One all-reduce at the end of a step adds loss, stop requests and flags of all ranks.
 """
 
 from __future__ import annotations
@@ -271,12 +271,13 @@ class Trainer:
         self, batches: Sequence[Batch], lap: Callable[[str], None] = lambda part: None, *, sentinel: bool = True
     ) -> Tensor:
         """Compute the gradients of a step; return this rank's part of the loss, fp32 []. `sentinel`: run the sentinel if it is
-        due."""
+        due and the ledger does not count this step."""
         model = self.built.model
         valid = self.valid_tokens(batches)
         losses: list[Tensor] = []
         watched = sentinel and self.sentinel.due(self.recipes.steps + 1) and not self.wire.watches
-        # If FSDP reduces once per step, gradients are not reduced after the first of several microbatches
+        # If FSDP reduces once per step, gradients are not reduced after the first of several microbatches, so the sentinel
+        # does not compare them
         once = isinstance(model, FSDPModule) and self.built.accumulation.reductions == 1
         gradients = len(batches) == 1 or not once
         if watched:

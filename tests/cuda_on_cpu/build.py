@@ -37,8 +37,8 @@ PTX = {
 
 
 def _end_of(text: str, opened: int) -> int:
-    """Index after the parenthesis that closes the parenthesis at `opened`. Strings in csrc contain no parentheses that
-    matter here."""
+    """Return the index after the parenthesis that closes the parenthesis at `opened`. Parentheses in strings count, too;
+    in the strings of csrc they are balanced."""
     depth = 0
     for at in range(opened, len(text)):
         depth += {"(": 1, ")": -1}.get(text[at], 0)

@@ -218,8 +218,8 @@ const float* values_of() {
     return values.data();
 }
 
-// Read 32 numbers of one line of an operand that stores eight lines in 1024 bytes of shared memory. `operand`: descriptor of
-// wgmma.
+// Read 32 numbers of one line (row of A, or column of B) of an operand that stores eight lines in 1024 bytes of shared memory.
+// `operand`: descriptor of wgmma.
 void read_line(uint64_t operand, int line, const float* values, float (&to)[32]) {
     if (operand >> 62 != 1 || (operand >> 32 & 0x3FFF) != 1024 >> 4)
         fail("the emulator supports only operands in the 128-byte swizzle with eight lines in 1024 bytes");
@@ -409,7 +409,7 @@ const char* cudaGetErrorName(cudaError_t) { return "cudaErrorNotSupported"; }
 const char* cudaGetErrorString(cudaError_t) { return "the emulator does not support this call"; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
-    *value = what == cudaDevAttrMultiProcessorCount ? 3 : 233472;  // few, so that a persistent block has several tiles
+    *value = what == cudaDevAttrMultiProcessorCount ? 3 : 233472;  // 3 SMs, so that a persistent block has several tiles
     return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {

@@ -1,8 +1,8 @@
 """Tests of the CUDA kernels. Without a CUDA device the tests are skipped with a message; with `--emulated` the CPU is
 the device.
 
-Every output is filled with a poison value before a kernel writes to it. Guard bytes around the output are checked
-afterwards.
+The fixture `poisoned` fills an output with a poison value before a kernel writes to it, and checks guard bytes around
+the output after the test.
 """
 
 from __future__ import annotations

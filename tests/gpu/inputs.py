@@ -14,7 +14,8 @@ CODES = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def random_sizes(count: int, rows: int = 1, cols: int = 1, most: int = 600) -> list[tuple[int, int]]:
-    """Random sizes, equal in every run: multiples of `rows` and `cols`, up to `most`."""
+    """Return random sizes, equal in every run: multiples of `rows` and of `cols`, up to the first multiple that is at
+    least `most`."""
     generator = torch.Generator().manual_seed(rows + cols)
     drawn = torch.rand(count, 2, generator=generator).tolist()
     return [(rows * (1 + int(a * most / rows)), cols * (1 + int(b * most / cols))) for a, b in drawn]

@@ -1,8 +1,8 @@
 """GEMMs on a GPU against the float64 product of their decoded operands: every recipe, odd sizes, bias, accumulation.
 
-Bounds, in terms of m = sum |a||b|: bf16 products are exact and fp32 sums lose less than K 2^-24 m. FP8 units of Hopper
-keep about 14 bits of the sum of 32 products: 2^-11 m is allowed with promotion to fp32 after every 128 products
-(split accumulation, and block scales), 2^-10 m without promotion (fast accumulation).
+Bounds, in terms of m = sum |a||b| and the size C of the contraction: bf16 products are exact, and fp32 sums lose less
+than (C + 8) 2^-24 m. FP8 units of Hopper keep about 14 bits of the sum of 32 products: 2^-11 m is allowed with promotion
+to fp32 after every 128 products (split accumulation, and block scales), 2^-10 m without promotion (fast accumulation).
 """
 
 from __future__ import annotations

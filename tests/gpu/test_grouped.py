@@ -35,7 +35,8 @@ def ends(sizes: tuple[int, ...]) -> Tensor:
 
 
 def operands(sizes: tuple[int, ...], cols: int, contraction: int) -> tuple[Tensor, ...]:
-    """Return the codes a and b, scale_inv of a and of b, and the row at which the tokens of each expert end."""
+    """Return (a, b, a_scale, b_scale, offsets): codes, their scale_inv, and the row of a at which the tokens of each expert
+    end."""
     a, b = (
         torch.randn(sum(sizes), contraction, device="cuda"),
         torch.randn(len(sizes), cols, contraction, device="cuda"),

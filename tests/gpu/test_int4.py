@@ -100,7 +100,7 @@ def seconds(model: nn.Module, x: Tensor, calls: int = 50) -> float:
 @torch.no_grad()
 def test_one_token_is_faster_than_in_bf16(device, group):
     torch.manual_seed(0)
-    # The weights of all layers together are larger than the L2 cache
+    # So many layers that their weights do not fit in the L2 cache, and each call reads weights from device memory
     layers = [nn.Linear(k, n, bias=False) for k, n in [(4096, 14336), (14336, 4096)] * 4]
     model = nn.Sequential(*layers).bfloat16().to(device)
     x = torch.randn(1, 4096, device=device).bfloat16()

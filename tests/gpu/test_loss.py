@@ -39,8 +39,12 @@ def targets(rows: int, cols: int) -> Tensor:
 
 
 def float64(x: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return in float64: the logarithm of the sum of exponentials of each row, the logit of the target (0 if the target is
-    not a column), and the gradient times `weight`."""
+    """Return (log_sum, picked, gradient) in float64.
+
+    log_sum     logarithm of the sum of exponentials of each row
+    picked      logit of the target, 0 if the target is not a column of x
+    gradient    gradient of the loss, times `weight`
+    """
     wide = x.double()
     log_sum = wide.logsumexp(1)
     here = (target >= 0) & (target < x.shape[1])

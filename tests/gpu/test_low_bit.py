@@ -30,7 +30,7 @@ def test_a_compiled_step_computes_the_same(device: str, name: str):
             optimizer.found_inf.fill_(float(step == 2))
             optimizer.step()
         for one, two, old in zip(first, second, before, strict=True):
-            # A sum that is rounded differently can have another code
+            # A sum that is rounded differently can have another code, so 1 % of the weights may differ
             far = ((one - two).abs() > 1e-4).float().mean().item()
             assert far < 1e-2, far
             assert torch.equal(one, old) == (step == 2)

@@ -69,8 +69,9 @@ def both_ways(ranks, tmp_path, data, world, options):
     ("world", "options"), [(2, CASES[2]), nightly(4, CASES[4]), nightly(2, REPLICAS)], ids=["fsdp", "tp", "replicas"]
 )
 def test_both_ways_train_alike_and_keep_what_was_said(ranks, tmp_path, data, world, options):
-    """The two settings differ only by the order of additions, so the first losses are equal. The relative difference of
-    later losses is at most 1e-6 in fp32, and 1e-3 if weights are rounded to bf16 and quantized."""
+    """The two settings differ only in the order in which gradients are added, so the losses of the first step are equal.
+    The relative difference of later losses is at most 1e-6 in fp32, and 1e-3 if weights are rounded to bf16 and
+    quantized."""
     most = 1e-6 if "--train.dtype=fp32" in options else 1e-3
     found = both_ways(ranks, tmp_path, data, world, options)
     for (step, whole, asked), (each, none, decided) in zip(*found.values(), strict=True):

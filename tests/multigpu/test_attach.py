@@ -291,9 +291,10 @@ def test_weights_are_cast_before_each_evaluation_of_a_closure():
 
 
 def forgotten_norm(closure: bool, zero: bool, steps: int) -> str:
-    """Train a model whose q_norm reads features that tp shards, although no layer group declares this; return the first
-    error and its step. `closure`: the optimizer calls forward and backward as its closure. `zero`: the weight of o is
-    initially zero, so that the gradients of q and q_norm are zero in the first step."""
+    """Train a model whose q_norm reads features that are sharded over tp, although no layer group declares this; return
+    the step and message of the first RuntimeError, or "no error". `closure`: the optimizer calls forward and backward
+    as its closure. `zero`: the weight of o is initially zero, so that the gradients of q and q_norm are zero in the
+    first step."""
     torch.manual_seed(3)
     model = Attention()
     for parameter in model.parameters():

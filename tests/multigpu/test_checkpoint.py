@@ -1,7 +1,7 @@
 """Checkpoints on 1, 2 and 4 ranks.
 
 Resumed runs have the bits of uninterrupted runs, other meshes load the same full tensors, checkpoints of another config
-are refused, and earlier checkpoints survive every failure.
+are refused, and saves that fail or are interrupted leave earlier checkpoints unchanged.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ THERE_AND_BACK = "{at_step = 1, recipe = 'fp8_current'}, {at_step = 2, recipe = 
 SWAPS = f"--groups.default.swap=[{THERE_AND_BACK}]"
 MESHES = [
     nightly(2, ["--recipe=fp8_delayed"], id="tp2-sp-delayed"),
-    nightly(2, ["--model.fused=true"], id="tp2-sp-fused"),  # the ledger observes the third step of a process
+    # The ledger observes the third step of a process, so it observes only the uninterrupted run
+    nightly(2, ["--model.fused=true"], id="tp2-sp-fused"),
     nightly(2, ["--mesh.tp=1", "--train.micro_batch=2"], id="dp2-accumulated"),
     pytest.param(
         2,
@@ -100,7 +101,7 @@ def test_a_resumed_run_repeats_the_bits(ranks, tmp_path, data, world, overrides)
 
 
 def interrupted(config: Config, steps: int) -> None:
-    """Train `steps` steps of a longer run, and end without a final checkpoint."""
+    """Train a longer run until `steps` steps are done, and end without a final checkpoint."""
     trainer, done = training.trainer(config)
     trainer.recorder.begin(done)
     trainer.find_scales(done)
@@ -316,8 +317,8 @@ def test_a_recipe_file_that_only_the_checkpoint_names_is_not_imported(ranks, tmp
 
 
 def swapped_in_python(config: Config) -> None:
-    """Change the recipe of one layer by `dlp.set_recipe`, which the config does not know; train one step, and save a
-    checkpoint."""
+    """Change the recipe of one layer by `dlp.set_recipe`, a change that the config does not contain; train one step, and
+    save a checkpoint."""
     trainer, _ = training.trainer(config)
     dlp.set_recipe(trainer.built.model, "layers.0.mlp.down_proj", dlp.recipe("mxfp8"))
     trainer.train_step(0)
@@ -447,7 +448,7 @@ def test_files_that_do_not_reach_rank_0_are_no_checkpoint(ranks, tmp_path, data)
 
 
 def rng_after(config: Config) -> list[float]:
-    """Save a checkpoint, or resume from it; return the next two random numbers that this rank draws."""
+    """Save a checkpoint if the run has none, else resume from it; return the next two random numbers that this rank draws."""
     trainer, done = training.trainer(config)
     if not done:
         trainer.train_step(0)

@@ -237,7 +237,7 @@ def test_a_sum_is_one_launch_and_so_is_an_exchange_of_several_parts(ranks, world
 
 def gather_in_place() -> tuple[list[bool], list[Tensor]]:
     """Gather parts that were written into their segments of the result. Return whether each result is in the given
-    storage, and the results."""
+    storage (whether the part that is not gathered is the given part), and the results."""
     shapes, dtypes, dims = [(4, 6), (), (4, 3)], [torch.uint8, torch.float32, torch.float32], [0, None, 0]
     storage, own = collectives.room(shapes, dtypes, dims, dist.group.WORLD, worker.device())
     for part, shape, dtype in zip(own, shapes, dtypes, strict=True):
@@ -277,8 +277,8 @@ def in_order(x: Tensor) -> Tensor:
 
 
 def start_collective(kind: str, step: int, shared: Tensor) -> Callable[[], bool]:
-    """Write the input of operation `step` into `shared` [R, R, 3], and start a collective that reads it. The returned
-    function waits, and returns whether the result is correct."""
+    """Write the input of operation `step` into `shared` [R, R, 3] (R ranks), and start a collective that reads it. The
+    returned function waits, and returns whether the result is correct."""
     world, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     own = value(rank, step, (world, 3)).to(shared.device)
     everything = of_all(step, (world, 3))

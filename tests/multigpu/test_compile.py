@@ -37,7 +37,8 @@ def options_of(recipe: str, sequence_parallel: bool) -> dict[str, Any]:
 
 
 class Mlp(nn.Module):
-    """Two siblings and a row-parallel linear. With sequence parallelism, input and output are token shards."""
+    """A column-parallel layer of two siblings, and a row-parallel linear. With sequence parallelism, input and output are
+    token shards."""
 
     def __init__(self, recipe: str, sequence_parallel: bool, features: int = 64) -> None:
         super().__init__()
@@ -175,8 +176,8 @@ def compiled_conversion(backend: str, whole: bool) -> tuple[list[float], int]:
     ],
 )
 def test_a_converted_model_compiles(ranks, backend, whole, world):
-    """With aot_eager, the results have equal bits. Inductor adds in norms in another order than eager code, so the last
-    bits of x of a linear may differ, and with them a code of x."""
+    """With aot_eager, the results have equal bits. In norms, inductor adds in another order than eager code, so the last
+    bits of x of a linear may differ, and with them an FP8 code of x."""
     for errors, graphs in ranks(world).run(compiled_conversion, backend, whole):
         assert max(errors) <= (0 if backend == "aot_eager" else 0.02), errors
         assert whole or graphs == 1, "equal blocks share a graph"
@@ -184,7 +185,7 @@ def test_a_converted_model_compiles(ranks, backend, whole, world):
 
 class Language(nn.Module):
     """Embedding, blocks, head and loss. `borders`: the model scatters the tokens over tp before the blocks and gathers
-    them after; else the vocabulary is sharded."""
+    them after; else layer groups shard the embedding over the vocabulary."""
 
     def __init__(self, borders: bool) -> None:
         super().__init__()
@@ -231,8 +232,8 @@ def whole_model(recipe: str, borders: bool) -> list[list[float]]:
 @pytest.mark.parametrize(("recipe", "borders"), [("nvfp4", True), ("fp8_current", False)])
 @pytest.mark.full  # other tests of this file compile parts of the model, and test_embedding.py compiles the loss
 def test_a_whole_model_is_one_graph(ranks, recipe, borders):
-    """The graph of the model, with token shards or with a sharded vocabulary, includes the counter of microbatches for
-    stochastic rounding."""
+    """The model is one graph with token shards, and with an embedding that is sharded over the vocabulary. With nvfp4 the
+    graph includes the counter of microbatches for stochastic rounding."""
     for steps in ranks(2).run(whole_model, recipe, borders):
         assert max(map(max, steps)) == 0, steps
 
@@ -291,15 +292,16 @@ def graphs_of_blocks(config: Config) -> list[int]:
 @pytest.mark.ranks(1)
 @pytest.mark.full  # test_a_converted_model_compiles counts the graphs of equal blocks
 def test_more_blocks_of_a_model_make_no_more_graphs(ranks, tmp_path):
-    """torch stops compiling a function after eight graphs, and would run the remaining blocks of a deep model
-    eagerly."""
+    """torch compiles at most eight graphs of a function. If each block had a graph, the remaining blocks of a deep model
+    would run eagerly."""
     settings = ("--mesh.tp=1", "--model.layers=2", "--train.deterministic=false")
     (graphs,) = ranks(1).run(graphs_of_blocks, training.config(tmp_path, training.shards(tmp_path), *settings))
     assert 0 < graphs[0] == graphs[1] <= 4, graphs
 
 
 def steps_within(config: Config, graphs: int) -> str:
-    """Message of the error in two steps of compiled blocks if torch may compile at most `graphs` graphs."""
+    """Train two steps with compiled blocks, for which torch may compile at most `graphs` graphs. Return the message of
+    FailOnRecompileLimitHit, or "" if there is no error."""
     eager = partialmethod(nn.Module.compile, backend="eager")
     with (
         torch._dynamo.config.patch({}),
@@ -307,7 +309,7 @@ def steps_within(config: Config, graphs: int) -> str:
         patch.object(nn.Module, "compile", eager),
     ):
         try:
-            trainer, _ = training.trainer(config)  # on a GPU, this runs microbatches to time deterministic algorithms
+            trainer, _ = training.trainer(config)  # on a GPU, this already runs microbatches, so it can raise the error
             for step in range(2):
                 trainer.train_step(step)
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
@@ -349,7 +351,7 @@ def check_ops(recipe: str, style: type[Linear], sequence_parallel: bool, feature
 
 
 COLUMN, ROW = ColumnParallelLinear, RowParallelLinear
-OPS = [  # column and row with and without token shards; each style in at least two recipes; mxfp8 with partial blocks
+OPS = [  # column and row with and without token shards; each style in at least two recipes; mxfp8 with partial scaling blocks
     (Linear, False, "bf16", 64), (Linear, False, "mxfp8", 40), (COLUMN, False, "fp8_current", 64),
     (COLUMN, False, "mxfp8", 40), (COLUMN, True, "bf16", 64), (COLUMN, True, "mxfp8", 40), (ROW, False, "bf16", 64),
     (ROW, False, "fp8_current", 64), (ROW, True, "fp8_current", 64), (ROW, True, "mxfp8", 40), (Linear, False, "qat", 64),

@@ -1,5 +1,5 @@
 """Context parallelism compared with one rank: shards of sequences, attention, gradients, losses, weights after steps,
-codes.
+FP8 codes.
 
 The runs use the training loop, with uneven targets, a z-loss and the ledger. Some tests plant faults, such as a
 missing sum over cp or a missing last key, and require that the comparison fails.
@@ -45,7 +45,7 @@ from tests.pool import Pool
 from tests.recorded_casts import recording
 from tests.shardnet import whole
 
-LENGTH, SEQUENCES, STEPS = 16, 8, 3  # the ledger compares from the third step on
+LENGTH, SEQUENCES, STEPS = 16, 8, 3  # three steps, because the ledger compares from the third step on
 IGNORED = -100
 
 
@@ -185,7 +185,7 @@ MESHES = {
     "cp2 tp2 sp fp8": (4, ["--mesh.tp=2", "--mesh.amax_group=tp+cp"], FP8),
     "cp2 dp_shard2 fp8": (4, ["--mesh.tp=1", "--mesh.amax_group=world"], FP8),
 }
-# Meshes without `--all-cases`; none runs FP8, because another test of this file compares codes of fp8_current
+# Meshes that run without `--all-cases`; none runs FP8, because another test of this file compares codes of fp8_current
 DEFAULT = ("cp2", "cp2 tp2 sp", "cp2 dp_shard2")
 FOR_ONE = ("--model.family",)
 

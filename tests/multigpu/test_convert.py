@@ -33,7 +33,7 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
-        self.k = nn.Linear(HIDDEN, HIDDEN, bias=False)  # the gradient of a bias would be zero
+        self.k = nn.Linear(HIDDEN, HIDDEN, bias=False)  # no bias, because its gradient would be zero up to rounding
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (p(x).view(BATCH, SEQUENCE, -1, HEAD).transpose(1, 2) for p in (self.q, self.k, self.v))
@@ -94,8 +94,8 @@ def groups(sequence_parallel: bool = False, vocabulary: bool = False, siblings: 
 
 
 class Setup(NamedTuple):
-    """A case: whether blocks run on token shards, whether tp shards the vocabulary, whether the head is tied, whether q, k and
-    v are siblings, whether the model is converted on the meta device, the size of dp_shard, whether blocks are
+    """A case: whether blocks run on token shards, whether the vocabulary is sharded over tp, whether the head is tied, whether
+    q, k and v are siblings, whether the model is converted on the meta device, the size of dp_shard, whether blocks are
     recomputed."""
 
     sequence_parallel: bool = False
@@ -315,7 +315,8 @@ def test_what_conversion_refuses_it_leaves_alone(ranks):
 
 
 def wrong_tokens() -> dict[str, str]:
-    """Return the error of the first forward of each converted model whose tokens are not scattered as its groups declare."""
+    """Return the errors of converted models whose input differs from the layer groups and `batch` of the conversion: tokens
+    are scattered or not scattered against the declaration, or belong to a microbatch of another size."""
     mesh, tokens = worker.mesh(tp=2), batch()[0]
     sp, plain = groups(sequence_parallel=True), groups()
     no_norms = {"name": "sp", "match": ["blocks.*.{up,down}", "blocks.*.attn.*"], "sequence_parallel": True}
@@ -446,7 +447,7 @@ def hand_made(way: str) -> dict[str, float]:
             theirs.bias.copy_(ours.bias.full_tensor())
     if way == "convert":
         dlp.convert(model, [{"name": "sp", "match": ["norm"], "sequence_parallel": True}], mesh, batch=(1, 8))
-    # foreach accepts no mixture of DTensors and plain parameters
+    # foreach=False, because foreach accepts no mixture of DTensors and plain parameters
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
     dlp.attach(model, optimizer)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)).to(worker.device())

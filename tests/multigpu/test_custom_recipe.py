@@ -1,5 +1,5 @@
 """Users' quantizers and formats in parallel layers: the format in which operands are sent, decoded operands, rounded
-results, and the notes of the plan."""
+results, and logged differences from the plan."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_a_custom_recipe_trains_under_tp_sp_and_fsdp_as_on_one_rank(ranks, recip
 
 def travelling(recipe: Any, tokens: int) -> tuple[dict[str, Tensor], list[str], list[str]]:
     """Run forward and backward of both sequence-parallel styles (column and row) on 2 ranks, and of an unsharded layer.
-    Return the relative differences of y, dx and dw from the unsharded layer, the notes of the plan, and the launched
-    collectives."""
+    Return the relative differences of y, dx and dw from the unsharded layer, the logged differences from the plan, and
+    the launched collectives."""
     tp = worker.mesh(tp=2)["tp"]
     device = worker.device()
     x, w, dy = (matrix("gauss", rows, 64, seed).to(device) for rows, seed in ((tokens, 1), (64, 2), (tokens, 3)))

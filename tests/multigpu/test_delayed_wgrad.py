@@ -28,8 +28,8 @@ def grads(model: Net) -> dict[str, Tensor | None]:
 
 def two_microbatches(recipe: Any, sizes: dict[str, int], delay: bool, each: bool, **options: Any) -> dict[str, Any]:
     """Return the gradients summed over two microbatches ("grads"), the gradients after the first backward and before
-    `backward_dw` ("before"), the number of wgrads of each `backward_dw` ("waited"), and the notes of the session
-    ("said"). `each`: call `backward_dw` after each microbatch, not only after the second."""
+    `backward_dw` ("before"), the number of wgrads of each `backward_dw` ("waited"), and the logged differences
+    from the plan ("said"). `each`: call `backward_dw` after each microbatch, not only after the second."""
     mesh = worker.mesh(**sizes)
     model = net(recipe, mesh, *([DELAY] if delay else []), dtype=torch.bfloat16, **options)
     waited, before = [], {}

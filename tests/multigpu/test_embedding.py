@@ -29,8 +29,8 @@ ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 4e-3}
 
 
 class Loss(NamedTuple):
-    """The loss and the loss of torch; the relative error of this rank's shard of the gradient [M, V], compared with
-    torch, and the dtype of this shard."""
+    """The loss and the loss of torch; the relative error of this rank's shard of the gradient [tokens, vocabulary], compared
+    with torch, and the dtype of this shard."""
 
     value: float
     expected: float
@@ -164,8 +164,8 @@ def test_tokens_outside_of_the_vocabulary_are_refused(ranks, token):
 
 
 def read_late() -> tuple[list[str], list[bool]]:
-    """Let the check of token ids report one call late, as on a GPU. Return the messages of the next calls, and whether
-    the results for the invalid token are NaN until then."""
+    """Let the check of token ids report one call late, as on a GPU. Return the messages of the next three calls, and
+    whether the results for the invalid token are NaN: the loss; row 3, and no other row, of gradient and embedding."""
     logits, targets = logits_and_targets(8, torch.float32)
     group, mine = dist.group.WORLD, columns_of_rank(logits).requires_grad_()
     tp = worker.mesh(tp=dist.get_world_size())["tp"]

@@ -107,8 +107,9 @@ ONE = Layout()
 LONG = Layout(tp=2, dp_shard=2, sequence_parallel=True)
 EVERY_KIND = [Layout(tp=2, sequence_parallel=True)]
 # Layout -> kinds that run with `--all-cases`; fp32 and fp8 if the layout is not listed. fp32 has the strictest bounds. The
-# fused model also sums gradients of unsharded tokens; with the amax group "world" (fp8_world) more ranks share scales
-# than necessary. test_linear.py, test_fsdp_gather.py and test_hsdp.py check that gathers and sums keep the bits of fp8.
+# fused model also runs without sequence parallelism, where gradients of unsharded tokens are summed over tp. With the amax
+# group "world" (fp8_world) more ranks share scales than necessary. test_linear.py, test_fsdp_gather.py
+# and test_hsdp.py check that gathers and sums keep the bits of fp8.
 KINDS_OF = {
     Layout(tp=2): ("fp32", "fp8", "fused"),
     Layout(tp=4, sequence_parallel=True): ("fp32",),
@@ -137,7 +138,7 @@ LAYOUTS = [
 
 
 def runs(layout: Layout, kind: str) -> bool:
-    """Whether a layout runs in a kind without `--all-cases`."""
+    """Whether a layout runs with a kind if `--all-cases` is not given."""
     return kind in CHOSEN.get(layout, ())
 
 
@@ -187,7 +188,7 @@ def build(layout: Layout, kind: str) -> tuple[nn.Module, Any]:
 
 
 def batches(layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's tokens and targets [B, S] of each step, one microbatch per step."""
+    """Yield this rank's tokens and targets [sequences, SEQUENCE] of each step, one microbatch per step."""
     generator = torch.Generator().manual_seed(5)
     dp = layout.dp_replicate * layout.dp_shard
     for _ in range(STEPS):
@@ -211,7 +212,7 @@ def train(layout: Layout, kind: str, mutation: str = "none", steps: int = STEPS)
                 norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)).item()
             optimizer.step()
             optimizer.zero_grad()
-            total = loss.detach() / layout.tp  # all tp ranks have the same loss
+            total = loss.detach() / layout.tp  # the sum over ranks counts the loss of a tp group tp times
             dist.all_reduce(total)
             losses.append(total.item())
     return Run(gradients, norm, losses)
@@ -242,8 +243,8 @@ def without_sums(kind: type[nn.Module] | None, model: nn.Module) -> Iterator[Non
 
 
 def without_reduction(model: nn.Module) -> Any:
-    """Return a patch that removes the reduction of layers.0.self_attn.o_proj: each rank keeps its rows of its own
-    partial result."""
+    """Return a patch that removes the reduce-scatter of layers.0.self_attn.o_proj: of the partial result that a rank computed,
+    the rank keeps the rows of its token shard."""
     name, original, skipped = "model.layers.0.self_attn.o_proj", linear_fn.token_gemm, []
 
     def token_gemm(spec: Any, reduce: Any, operands: Any, gemms: Any, wire: Any) -> Pending[Tensor]:
@@ -270,7 +271,7 @@ MUTATIONS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.fixture(scope="module")
 def one_rank(pools: Any) -> Callable[[Any, str], Run]:
-    """The run of each kind on one rank, cached, with as many steps as the longest comparison needs."""
+    """Return a cached function that runs a kind on one rank, with as many steps as the longest comparison needs."""
 
     def run(ranks_of_one: Pool, kind: str) -> Run:
         return ranks_of_one.run(train, ONE, kind, "none", STEPS if kind in MANY else FEW)[0]

@@ -20,7 +20,7 @@ from tests.cases import nightly
 from tests.metrics import assert_all_bit_equal, assert_bit_equal
 from tests.test_flows import FLOWS, LARGEST, batch, error, net
 
-WIDTH = 256  # complete blocks of every format on each of two ranks
+WIDTH = 256  # complete scaling blocks of every format on each of two ranks
 
 
 def on_mesh(sequence_parallel: bool, **sizes: int) -> nn.Module:
@@ -50,8 +50,8 @@ def sharded(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def saved_and_loaded(recipe: Any, mode: str, folder: str) -> None:
-    """Save on tp 2, and load with FSDP over 2 ranks, on one rank, and on tp 2 again. Before the load, each model has
-    codes of other values, with other scales."""
+    """Save on tp 2; load the state with FSDP over 2 ranks; load the state of the FSDP model unsharded; load the state of the
+    unsharded model on tp 2. Before each load, the model has codes of other values, with other scales."""
     x, file = batch(width=WIDTH).to(worker.device()), Path(folder, "codes.pt")
 
     def other(model: nn.Module) -> nn.Module:
@@ -94,8 +94,8 @@ def test_codes_go_from_one_mesh_to_another(ranks, tmp_path, recipe, mode):
 
 @torch.no_grad()
 def rounded_outputs() -> None:
-    """Check that the static scale of y of a column-parallel layer equals the scale of the unsharded y, and that the
-    rounded values of each shard are equal, too."""
+    """Check that the y of a frozen column-parallel layer, rounded with a static scale, has the bits of the unsharded layer's
+    rounded y. Equal bits need equal static scales."""
     zeros, x = IntScaling(symmetric=False), batch(width=WIDTH).to(worker.device())
     recipe = dlp.CustomRecipe({"linear_input": zeros, "linear_weight": IntScaling(), "linear_output": zeros}.get)
     made = []
@@ -218,8 +218,8 @@ def test_frozen_layers_compile(ranks):
 
 @torch.no_grad()
 def padded_codes() -> None:
-    """Check codes that are padded (K = 48 in groups of 32): sharded over tp along N, unsharded, and decoded if FSDP
-    shards the plain weight."""
+    """Check padded codes (K = 48 in groups of 32). Under tp along N, the layer returns the shard of the unsharded layer's y
+    and saves the codes of the unsharded layer. FSDP shards the decoded values of such codes: y agrees within 0.01."""
 
     def up() -> nn.Module:
         torch.manual_seed(0)

@@ -128,8 +128,8 @@ def test_a_module_that_reads_another_ones_weight_is_named(ranks):
 
 
 def kept() -> dict[str, Any]:
-    """Return which hooks, attributes and objects of a linear and an embedding still exist after conversion, and the
-    shapes of their weight shards."""
+    """Convert a linear and an embedding. Return the hooks that are called after conversion, whether the modules are the same
+    objects, the attributes that the user set, and the shapes of the weight shards."""
     model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE), "up": nn.Linear(SIZE, SIZE)}).to(worker.device())
     called: list[str] = []
     up, table = model["up"], model["table"]
@@ -163,9 +163,9 @@ def test_hooks_and_attributes_stay(ranks):
 
 
 def initialised(way: str) -> tuple[dict[str, Tensor], bool]:
-    """Allocate a converted meta model and initialize it. `way`: "apply": a function for each class, with equal random
-    states on all ranks; "reset": `reset_parameters`, with another random state on each rank. Return the unsharded
-    parameters, and whether a layer that tp does not shard has no NaN."""
+    """Allocate a converted meta model and initialize it. `way`: "apply": nn.init functions by class of module, with equal
+    random states on all ranks; "reset": `reset_parameters`, with another random state on each rank. Return the unsharded
+    parameters, and whether the weight of a layer that is not sharded over tp has no NaN."""
     with torch.device("meta"):
         model = nn.ModuleDict({"table": nn.Embedding(VOCABULARY, SIZE, PAD), "up": nn.Linear(SIZE, SIZE)})
         model["local"] = nn.Linear(SIZE, SIZE)
@@ -411,8 +411,8 @@ def test_who_reads_a_parameter_and_passes_it_on_is_named(ranks):
 
 
 def loaded_whole() -> list[bool]:
-    """Return whether each plain unsharded tensor loads into a converted model with all kinds of modules: with tp, and
-    with tp and FSDP after `dlp.attach`."""
+    """Load plain unsharded tensors into a converted and attached model, with tp, and with tp and FSDP. Return whether each
+    tensor has the loaded values. The model has a tied embedding and head, a buffer, a norm and a row-parallel linear."""
     found = []
     for fsdp in (False, True):
         torch.manual_seed(3)
@@ -442,8 +442,8 @@ def test_whole_plain_tensors_are_loaded(ranks):
 
 
 def with_a_head() -> list[str]:
-    """Return the notes of two models after two forwards: of a model to which a head was added after conversion, and of
-    a model to which a head was added before conversion."""
+    """Return the logged differences from the plan after two forwards: of a model to which a head was added after
+    conversion, and of a model to which a head was added before conversion."""
     said = []
     for late in (True, False):
         model, head = nn.Sequential(nn.Linear(SIZE, SIZE)).to(worker.device()), nn.Linear(SIZE, 4).to(worker.device())
@@ -469,8 +469,9 @@ def test_a_head_that_was_added_is_named_with_what_will_fail(ranks):
 
 
 def clipped(mesh: Any) -> tuple[list[float], list[Tensor], str]:
-    """Return gradient norms, clipped gradients and the error of torch's clip function, for a model of DTensors with a
-    head of plain tensors. If `mesh` is None, the model is plain torch, and the error is ""."""
+    """Clip the gradients of a model of DTensors with a head of plain tensors. Return the norms from both clip functions of
+    dlp, the clipped gradients, and the error of torch's clip function. If `mesh` is None, the model is plain torch: the
+    only norm is from torch's function, and the error is ""."""
     torch.manual_seed(4)
     model, head = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)), nn.Linear(SIZE, 4)
     model, head = model.to(worker.device()), head.to(worker.device())

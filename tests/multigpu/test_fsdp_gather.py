@@ -133,7 +133,7 @@ def arrivals(recipe: Any, sizes: dict[str, int], how: str) -> int:
     ("recipe", "sizes", "world"),
     few(
         [
-            *(nightly(recipe, *MESHES[0]) for recipe in QUANTIZED),  # the next test runs the same with `spoil`
+            *(nightly(recipe, *MESHES[0]) for recipe in QUANTIZED),  # the next test has them with a NaN or zero shard
             *((recipe, *MESHES[1]) for recipe in ("fp8_current", "fp8_block", "nvfp4")),
             ("mxfp8", {"dp_shard": 2, "dp_replicate": 2}, 4),
         ],
@@ -347,7 +347,7 @@ def test_what_was_missing_once_travels_with_the_rest(ranks, recipe, first):
 )
 @pytest.mark.slow
 def test_recipe_swaps(ranks, name, sizes, world):
-    both_ways(ranks, world, name, "bf16", sizes, size=256)  # shards have complete blocks in every recipe
+    both_ways(ranks, world, name, "bf16", sizes, size=256)  # shards have complete scaling blocks in every recipe
 
 
 @pytest.mark.ranks(2)
@@ -422,7 +422,7 @@ def test_options_that_concern_weights(ranks, recipe, options, why):
     world = 4 if options else 2  # options of the amax group matter only if there is tp as well
     if why is None:
         first, *_ = both_ways(ranks, world, "plain", recipe, SIZES[world], options=options)
-    else:  # weights are gathered as values with and without quantized gathers
+    else:  # both kinds of gathers would send values, so there is nothing to compare
         first, *_ = ranks(world).run(scenario, "one step", recipe, SIZES[world], True, {"options": options})
     assert set(first["why"].values()) == {why}
 
@@ -466,7 +466,8 @@ def test_late_casts_leave_what_others_have_staged_and_replace_the_amaxes_of_weig
 )
 @pytest.mark.slow
 def test_casts_from_the_master_weights(ranks, recipe, size):
-    """Weights are cast without rounding them first, also where the values are gathered, as for nvfp4 with 17 rows."""
+    """With quantize_from_master, fp32 weights are cast without a rounding to bf16 first, also if values are gathered, as for
+    nvfp4 with 17 rows."""
     first, _ = both_ways(ranks, 2, "plain", recipe, {"dp_shard": 2}, quantize_from_master=True, size=size)
     rounded = ranks(2).run(scenario, "plain", recipe, {"dp_shard": 2}, True, {"size": size})[0]
     assert first["losses"] != rounded["losses"], "the option does something"
@@ -531,8 +532,8 @@ def saved(recipe: str, path: str) -> dict[str, Tensor]:
 
 
 def loaded(recipe: str, path: str) -> tuple[dict[str, Tensor], list[float]]:
-    """Load the saved state into a model that has trained, and so has casts of other weights; return its tensors, and
-    the losses of further steps."""
+    """Load the saved state into a model that has trained, and so has casts of other weights; return the tensors after the
+    load, and the losses of a further step."""
     mesh = worker.mesh(dp_shard=dist.get_world_size())
     model = shardnet(recipe, mesh, adamw=True)
     train(model, mesh, range(5, 6))
@@ -570,7 +571,7 @@ def test_a_model_that_is_let_go_frees_its_memory(ranks, on):
 
 
 def unattached() -> list[list[str]]:
-    """Notes of a model without `dlp.attach` after an evaluation, and after training."""
+    """Logged differences from the plan of a model without `dlp.attach`, after a forward without and with gradients."""
     mesh = worker.mesh(dp_shard=2)
     model = nn.Sequential(nn.Linear(32, 32)).to(worker.device())
     dlp.convert(model, [{"name": "all", "match": ["*"], "recipe": "fp8_current"}], mesh)

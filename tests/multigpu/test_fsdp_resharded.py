@@ -51,7 +51,7 @@ def of_converted(recipe: str, replicate: int) -> dict[str, str]:
     model.reshard()
     found = {name: may_raise(RuntimeError, model.get_submodule(name), x) for name in ("norm", "head")}
     found["embed"] = may_raise(RuntimeError, model.embed, tokens)
-    with FlopCounterMode(display=False):  # FlopCounterMode is a dispatch mode, under which the head is opaque ops
+    with FlopCounterMode(display=False):  # under a dispatch mode, such as FlopCounterMode, the head runs as opaque ops
         found["head "] = may_raise(RuntimeError, model.head, x)
     model.unshard()
     assert model.head(x).shape == (64, 64)
@@ -69,8 +69,8 @@ def test_a_resharded_layer_is_named(ranks, recipe, replicate):
 
 
 def by_hand() -> list[str]:
-    """Return the results of calls of a layer without a tp mesh in a resharded FSDP unit: of the layer itself, and of
-    the FSDP unit."""
+    """Return the error messages of two calls after an FSDP unit was resharded: of a layer in the unit, which has no tp
+    mesh, and of the unit ("" if there is no error)."""
     mesh = worker.mesh(dp_shard=2)
     model = nn.Sequential(dlp.Linear(64, 64, bias=True, recipe="fp8_current")).to(worker.device())
     dlp.fully_shard(model, mesh=mesh)

@@ -110,7 +110,7 @@ def three_backwards_one_reduction(model: nn.Module) -> None:
 
 
 def three_backwards_unsharded(model: nn.Module) -> None:
-    """As `three_backwards_one_reduction`, with parameters that stay gathered between the backwards."""
+    """Run `three_backwards_one_reduction` with parameters that stay gathered between the backwards."""
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_backward(False)
     three_backwards_one_reduction(model)

@@ -168,7 +168,7 @@ def test_a_graph_on_a_mesh_has_the_losses_of_launches(ranks, data: Path, tmp_pat
     assert set(range(1, 51)) - set(replayed(config)) == launched
 
 
-SERIAL = "--groups.default.overlap=serial"  # `chunked` runs GEMMs of fewer rows, which have other last bits
+SERIAL = "--groups.default.overlap=serial"  # because `chunked` runs GEMMs of fewer rows, which have other last bits
 FOUR_RANKS = {
     "tp": ["--mesh.tp=4", "--model.kv_heads=4"],
     "tp x dp_shard": ["--mesh.tp=2", "--mesh.dp_shard=2"],

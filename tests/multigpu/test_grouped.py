@@ -150,8 +150,8 @@ def test_the_grouped_gemm_computes_what_the_loop_computes() -> None:
 
 @contextmanager
 def grouped_gemms() -> Iterator[list[int]]:
-    """Context in which the CPU has a kernel of grouped GEMMs: the reference. Yields the list of the numbers of rows of
-    its launches."""
+    """Register the reference of the grouped GEMM as a kernel for the CPU. Yield a list to which each launch appends its
+    number of rows."""
     rows: list[int] = []
 
     def launched(a: Tensor, *more: Any) -> Tensor:

@@ -36,7 +36,7 @@ ON_TP = (
     "CwmForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM", "MistralForCausalLM", "Olmo2ForCausalLM",
     "Qwen2ForCausalLM", "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 )  # fmt: skip
-NEAR = 1e-6  # bound on the difference of losses
+NEAR = 1e-6  # bound on the relative difference of losses
 
 
 def some(names: tuple[str, ...], few: int) -> list[Any]:
@@ -92,7 +92,7 @@ def test_a_recipe_reaches_the_linears_of_blocks(ranks):
 
 def exported(folder: str) -> list[float]:
     """Train on tp ranks and call save_pretrained. Return the largest difference between the logits of the model and the
-    logits of a model loaded from the written folder, and the largest logit."""
+    logits of a model loaded from the written folder, and the largest absolute logit."""
     mesh = worker.mesh(dp_shard=1, tp=2)
     model = hf_models.make("LlamaForCausalLM").to(worker.device())
     dlp.convert(model, dlp.groups_for(model, tp=2), mesh)
@@ -113,7 +113,7 @@ def test_save_pretrained_writes_what_was_trained(ranks, tmp_path):
 
 def streamed(folder: str, tp: int, dp_shard: int) -> list[float]:
     """Stream the weights of a folder into the shards of a converted model. Return the largest difference between the logits
-    of this model and of the plain model of the folder, and the largest logit."""
+    of this model and of the plain model of the folder, and the largest absolute logit."""
     mesh = worker.mesh(dp_shard=dp_shard, tp=tp)
     model = dlp.meta_model(folder)
     assert all(parameter.device.type == "meta" for parameter in model.parameters())

@@ -88,7 +88,8 @@ def test_waiting_for_a_rank_that_works_is_no_hang(ranks, tmp_path):
 
 
 def killed_inside(file: Path) -> None:
-    """Kill rank 1 within a transfer. Rank 0 gets a SIGTERM, as from torchrun, and writes its output to `file`."""
+    """Kill rank 1 within a transfer. Rank 0 waits for rank 1 until the test sends SIGTERM, as torchrun would, and writes its
+    error output to `file`."""
     with emulation():
         moves = Transport(dist.group.WORLD, worker.device(), SimulatedSlot, SimulatedLane())
         transport.use(dist.group.WORLD, moves)

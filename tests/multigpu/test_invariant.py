@@ -33,7 +33,7 @@ SMALL = ("layers=1", "hidden=128", "ffn=128", "heads=4", "kv_heads=4", "head_dim
 QWEN3 = (
     "family=qwen3", "layers=1", "hidden=128", "ffn=128", "heads=8", "kv_heads=4", "head_dim=32", "vocab=128",
 )  # fmt: skip
-# Model whose shards on 4 ranks have complete blocks of 128
+# Model whose shards on 4 ranks have complete scaling blocks of 128
 BLOCKS = (
     "layers=1",
     "hidden=512",
@@ -50,7 +50,7 @@ BATCH = 4  # sequences of a step over all ranks, each a microbatch
 
 class Bits(NamedTuple):
     """Report of one rank about a run: hashes of tensors by name, and the losses of the microbatches of this rank by
-    (step, piece)."""
+    (step, piece); `piece` numbers the microbatches of all data-parallel ranks in a step."""
 
     tensors: dict[str, str]
     losses: dict[tuple[int, int], float]
@@ -182,8 +182,8 @@ def test_runs_record_equal_numbers(ranks, tmp_path):
 
 
 def resumed(folder: Path, data: Path) -> tuple[Any, Any, list[str]]:
-    """Return the records of a run on a tp mesh; the records of a run that ends on a dp mesh after 1 step and continues on
-    the tp mesh with recomputed blocks; and the log of the second run. Runs in a worker."""
+    """Return the losses and norms of a run on a tp mesh; the losses and norms of a run that ends on a dp mesh after 1 step
+    and continues on the tp mesh with recomputed blocks; and the log of the second run. Runs in a worker."""
     common = (
         "--train.steps",
         "2",

@@ -57,7 +57,7 @@ def shares(config: Config) -> tuple[list[float], list[float]]:
     return gather_shares(seen, bf16, "tp"), weight_share(seen, ours, bf16, "dp_shard")
 
 
-# Complete blocks of 128 in every operand
+# Complete scaling blocks of 128 in every operand
 WHOLE_BLOCKS = ["--model.hidden=128", "--model.ffn=256", "--model.head_dim=32"]
 OVER_DP = ["--mesh.tp=1", "--mesh.dp_shard=2", "--train.micro_batch=2"]  # two microbatches
 
@@ -88,7 +88,7 @@ def test_every_recipe_gathers_its_share_of_weights_over_dp_shard(ranks, tmp_path
 
 CHUNKED = "--groups.default.overlap=chunked"
 IN_FP8 = "--groups.default.recipe={name='fp8_current', wire={fprop='fp8', dgrad='fp8'}}"
-TWO_BLOCKS = "--model.layers=2"  # because FSDP gathers the next block while a block computes
+TWO_BLOCKS = "--model.layers=2"  # transformer blocks: FSDP gathers the second while the first computes
 OVER_TP = {
     "fp8 sums of microbatches": [IN_FP8, "--train.micro_batch=2"],
     "fp8 sums of whole tokens": [IN_FP8, "--mesh.sequence_parallel=false"],
@@ -271,8 +271,8 @@ def by_dp_shard(config: Config) -> int:
 
 
 def untold(config: Config) -> tuple[str, int, dict[str, int]]:
-    """Run with an overlap strategy that does not predict its bytes (`sent`); return the warning, the counted bytes and
-    the planned bytes."""
+    """Run with an overlap strategy that has no method `sent`, which predicts bytes; return the warning, the counted bytes
+    and the planned bytes."""
     with patch.object(Serial, "sent", None):
         made = steps(config)
         return made.wire.said(), sum(made.wire.seen().sent.values()), made.wire.bytes()
@@ -396,7 +396,7 @@ def table(config: Config, cls: type[Trainer]) -> tuple[str, list[dict[str, str]]
 def test_rows_of_the_ledger_program(ranks, tmp_path, data):
     config = training.config(tmp_path, data)
     for differs, (row,) in ranks(2).run(table, config, Trainer):
-        # Agreements on two x and two dy
+        # Four agreements (on two x and two dy) of 8 bytes
         assert not differs and row["planned"] == row["counted"] and int(row["amax"]) == 4 * 8
         assert row["group"] == "tp" and float(row["share_of_bf16"]) < 0.9 and row["gathers_of_bf16"] == "0.5000"
     told = ranks(2).run(table, config, Stray)

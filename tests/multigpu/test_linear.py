@@ -81,7 +81,7 @@ def make_full(case: LinearCase) -> Full:
 
 
 def cut(full: Tensor, dim: int | None, tp: int) -> Tensor:
-    """Return this rank's shard of a tensor that tp shards along `dim`; None: the full tensor."""
+    """Return this rank's shard of a tensor that is sharded over tp along `dim`; None: the full tensor."""
     return full if dim is None or tp == 1 else full.chunk(tp, dim)[dist.get_rank()].contiguous()
 
 
@@ -293,7 +293,8 @@ class Counts(NamedTuple):
 
 
 TRAIN_ALL, FREEZE_WEIGHT, FREEZE_INPUT, BIAS_ONLY = "all", "frozen weight", "frozen input", "bias only"
-# (all-gathers, all-to-alls) of: forward; backward of all, with frozen weight, with frozen input, of the bias only
+# (style, sequence parallelism) -> (all-gathers, all-to-alls) of: the forward; the backward if all tensors need gradients,
+# with a frozen weight, with a frozen input, and if only the bias needs a gradient
 COMMUNICATION = {
     ("local", False): ((0, 0), (0, 0), (0, 0), (0, 0), (0, 0)),
     ("local", True): ((0, 0), (0, 0), (0, 0), (0, 0), (0, 0)),

@@ -45,7 +45,7 @@ def inputs() -> Tensor:
 def trained(model: nn.Module, x: Tensor, steps: int = 3) -> dict[str, Tensor]:
     """Train adapters; return the gradients of the first step, and the adapters after the last step."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    # foreach, which is torch's default on GPUs, accepts no mixture of DTensors and plain tensors in one parameter group
+    # One parameter group for DTensors and one for plain tensors, because foreach, torch's default on GPUs, accepts no mixture
     by_kind: dict[type, list[Tensor]] = {}
     for parameter in parameters.values():
         by_kind.setdefault(type(parameter), []).append(parameter)

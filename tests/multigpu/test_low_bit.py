@@ -138,7 +138,7 @@ def test_other_meshes_and_optimizers_get_the_values(
         for key, signed in AVERAGES.items():
             expected = old[name][key + VALUES]
             if key not in new[name] and not (before == after and key not in old[name]):
-                average = ENCODINGS[after].zeros(expected)  # complete rows, which contain the blocks of every mesh
+                average = ENCODINGS[after].zeros(expected)  # every mesh has the blocks of the unsharded rows
                 write(average, expected, signed)
                 expected = decoded(average, signed)
             assert_bit_equal(new[name][key + VALUES], expected, f"{name} {key}")

@@ -79,7 +79,7 @@ def test_what_stays_of_a_model_of_transformers_was_planned(ranks, architecture, 
 
 
 def mapped(config: Config) -> int:
-    """Return the bytes of the peer buffers of a run, rounded up to the multiples in which GPUs map memory."""
+    """Return the total bytes of the peer buffers of a run, each rounded up to the multiple in which GPUs map memory."""
     mesh = worker.mesh(tp=2)
     moves = Transport(mesh["tp"].get_group(), worker.device(), SharedSlot)
     transport.use(moves.group, moves)

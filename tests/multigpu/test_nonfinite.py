@@ -1,4 +1,4 @@
-"""Only the rank that has a non-finite value reports it, because ranks share scales, but not the flags of casts."""
+"""Only the rank that has a non-finite value reports the value: ranks share scales, but not the flags that casts set."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.cases import nightly
 from tests.emulated import emulation
 from tests.refusals import may_raise
 
-# TOKENS of each rank, and FFN / 2, are multiples of 128, so that every operand is gathered as codes in complete blocks
+# TOKENS of each rank, and FFN / 2, are multiples of 128, so that every operand is gathered as codes in complete scaling blocks
 TOKENS, HIDDEN, FFN = 128, 64, 256
 CULPRIT = 1  # the rank with the Inf
 
 
 class Net(nn.Module):
-    """A column layer and a row layer: x [M, 64] -> [M, 64]."""
+    """A column layer and a row layer: x [tokens, 64] -> [tokens, 64]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,8 @@ def test_the_rank_that_has_it_tells(ranks, recipe: str, held: str, into: str, of
 
 
 def raised(into: str) -> tuple[str, int]:
-    """Run up to 3 steps; return the message of the error ("" if there is none), and the number of steps that began."""
+    """Run up to 3 steps, with an Inf in the second step; return the message of the error ("" if there is none), and the
+    number of steps that began."""
     model, optimizer = made("fp8_current", "fsdp", "raise")
     for i in range(3):  # in a real run, a rank that continues would wait for the other until torchrun ends it
         if message := may_raise(FloatingPointError, step, model, optimizer, into if i == 1 else "", torch.inf):

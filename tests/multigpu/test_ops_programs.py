@@ -26,7 +26,7 @@ from tests.paired_models import K, M, values, without_programs
 from tests.restored_tables import restored_fusions
 
 pytestmark = pytest.mark.ranks(2)
-SEGMENTS = {  # (recipe, delay) -> segments of each pass: L launches, C start of a collective, A wait for it
+SEGMENTS = {  # (recipe, delay) -> segments of each pass. L: launches, C: start of a collective, A: wait for the collective
     ("fp8_current", False): {"forward": ["LCALCLALCAL"], "backward": ["LCALCLALCLCALAL"]},
     ("bf16", True): {"forward": ["LCALCAL"], "backward": ["CALCLCAAL"]},
 }

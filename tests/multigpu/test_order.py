@@ -1,5 +1,5 @@
-"""The search for races (tests/launch_order.py) finds nothing in the launches of a correct pass, and reports each wait
-that is removed from them."""
+"""The search for races (tests/launch_order.py) finds nothing in the launches of a correct pass, and reports a race if a
+wait is removed from the launches or a launch is moved forward."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def without(name: str, lane: bool) -> Callable[[list[Launch]], list[Launch]]:
 
 
 def early(name: str) -> Callable[[list[Launch]], list[Launch]]:
-    """Move the launches with this name forward in their stream, to the position after the last wait for an event."""
+    """Return a function that moves the launches with this name forward in their stream, to the position after the last wait
+    for an event."""
 
     def moved(launches: list[Launch]) -> list[Launch]:
         found: list[Launch] = []
@@ -60,7 +61,7 @@ def early(name: str) -> Callable[[list[Launch]], list[Launch]]:
 
 
 def renamed(name: str) -> Callable[[list[Launch]], list[Launch]]:
-    """Replace waiting launches with this name by launches that read the same bytes without waiting."""
+    """Return a function that replaces waiting launches with this name by launches that read the same bytes without waiting."""
     return lambda launches: [each._replace(name="reads") if each.name == name else each for each in launches]
 
 

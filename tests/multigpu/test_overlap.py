@@ -165,7 +165,7 @@ def test_pieces_end_between_blocks_tiles_and_waves(sizes: tuple[int, ...], cuts:
 
 
 class Noted:
-    """Stand-in for a slot that records the calls of its methods."""
+    """Simulated peer buffer. It appends the calls of its methods to `log`."""
 
     def __init__(
         self, log: list[Any], tags: Iterator[int], nbytes: int, group: Any, device: Any, named: Any, lane: Any

@@ -40,7 +40,7 @@ def as_dtensor(recipe: str) -> None:
         spread = DTensor.from_local(piece, tp, [Shard(dim)], run_check=False)
         assert spread.shape == weight.shape
         whole = spread.full_tensor()
-        decoded = whole.dequantize() if isinstance(whole, QuantizedParameter) else whole  # shards may cut tiles
+        decoded = whole.dequantize() if isinstance(whole, QuantizedParameter) else whole  # values if shards cut tiles
         assert isinstance(whole, QuantizedParameter) or recipe == "fp8_block"
         assert_bit_equal(decoded, weight.dequantize())
         given = DTensor.from_local(x, tp, [Replicate()], run_check=False)
@@ -210,7 +210,8 @@ def by_torchs_tp(recipe: str, compiled: bool) -> tuple[float, float]:
 @pytest.mark.parametrize("compiled", [False, nightly(True)])
 @pytest.mark.ranks(2)
 def test_torchs_tensor_parallelism_multiplies_codes(ranks, compiled):
-    """With mxfp8 each rank computes the scales of the local blocks, so that results differ only by sums."""
+    """With mxfp8 each scaling block is on one rank, so scales equal the unsharded scales, and results differ only by the
+    order of sums."""
     for y, dx in ranks(2).run(by_torchs_tp, "mxfp8", compiled):
         assert y < 1e-6 and dx < 1e-5
 

@@ -60,8 +60,8 @@ class Choosing(nn.Module):
 
 
 def ranks_that_differ() -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Return the gradients after two backwards, the part of them that this rank contributed, and the index of this
-    rank."""
+    """Return the gradients after two backwards, the gradient to which only this rank contributed, computed by torch, and
+    the index of this rank."""
     model, mesh, rank = Choosing().to(worker.device()), worker.mesh(tp=2), dist.get_rank()
     dlp.convert(model, [{"name": "sp", "match": ["norms.*"], "sequence_parallel": True}], mesh, batch=(1, 8))
     rows = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(worker.device())
@@ -154,8 +154,8 @@ def test_a_backward_whose_sums_would_not_come_is_refused_under_fsdp(ranks):
 
 
 def of_inputs_only() -> tuple[float, list[str]]:
-    """Compute a gradient of x alone, from the output of a submodule, which is allowed. Return the norm of the gradient
-    of x, and the names of parameters with gradients."""
+    """Compute only the gradient of x, from the output of a submodule; this is allowed. Return the norm of the gradient of
+    x, and the names of parameters with gradients."""
     model, mesh = make(2), worker.mesh(tp=2)
     x = dlp.scatter_tokens(batch(0), mesh["tp"]).requires_grad_()
     (dx,) = torch.autograd.grad(loss_of(model.block(x)), [x])

@@ -30,8 +30,9 @@ from tests.planted import FAULTS, Fault, built, loss, tokens
 
 pytestmark = pytest.mark.slow
 
-# (kind of model, ranks, meshes). One kind runs on every mesh; other kinds (tied weights, dropout, delayed scales) run
-# on the axes that affect their features. Without `--all-cases` one kind runs, with tp and cp; another test has dp.
+# (kind of model, ranks, meshes). fp8 runs on every mesh of 2 ranks and fp32 on meshes of 4; other kinds (tied weights,
+# dropout, delayed scales) run on the axes that affect their features. Without `--all-cases` only fp8 runs, with tp and cp;
+# another test has dp.
 MESHES = [
     ("fp8", 2, ("tp2+sp+accumulate2", "cp2")),
     nightly("fp8", 2, ("tp2", "tp2+sp", "dp2", "accumulate2")),

@@ -110,8 +110,9 @@ def mlp() -> nn.Sequential:
 
 
 def exported(sizes: dict[str, int], sequence_parallel: bool) -> str:
-    """Train with QAT on a mesh, export the values to a plain model, and quantize this model: y must be unchanged. Then
-    load the codes of this unsharded model into a frozen model on the mesh. Return the name of the codes."""
+    """Train with QAT on a mesh, export the values to a plain model, and quantize this model: y must be unchanged (under tp,
+    up to the order of sums). Then load the codes of this unsharded model into a frozen model on the mesh: y must be
+    unchanged again. Return "0.weight.codes" if these codes have two values per byte, else "?"."""
     mesh, model = worker.mesh(**sizes), mlp()
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(worker.device())
     styles, options = (("up", "0", "column"), ("down", "2", "row")), {"sequence_parallel": sequence_parallel}

@@ -97,7 +97,7 @@ MESHES = [
     (1, 1, 2, True), (1, 1, 2, False), (1, 2, 1, True), (2, 1, 1, True),
     (1, 1, 4, True), (1, 2, 2, True), (1, 4, 1, True), (2, 1, 2, True), (2, 2, 1, True),
 ]  # fmt: skip
-CHOSEN = [(1, 2, 2, True), (2, 2, 1, True)]  # combinations of axes
+CHOSEN = [(1, 2, 2, True), (2, 2, 1, True)]  # meshes that run without `--all-cases`: combinations of axes
 
 
 def world(mesh: tuple[int, int, int, bool]) -> int:

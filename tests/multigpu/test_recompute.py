@@ -112,7 +112,8 @@ def test_linears_do_not_run_again_where_their_results_are_kept(ranks, tmp_path, 
 @pytest.mark.parametrize(("checkpointing", "compiled"), [("full", 1), ("selective", 0)])
 def test_recomputed_blocks_are_compiled_or_the_plan_says_why_not(monkeypatch, checkpointing: str, compiled: int):
     """With full checkpointing, blocks are compiled before `checkpoint` wraps them, because `checkpoint` disables the
-    compiler for other functions. With selective checkpointing they are not compiled, and the plan says so."""
+    compiler for functions that are not compiled yet. With selective checkpointing they are not compiled, and the plan
+    says so."""
     given: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda forward: given.append(forward) or forward)
     train = load("tiny", ["--train.compile=true", f"--train.checkpointing={checkpointing}"]).train

@@ -79,7 +79,7 @@ def test_dp_ranks_that_train_alone_are_stopped(ranks, sizes, attached):
 
 def partial_step(way: str) -> str:
     """Return the error of the first step of a model without `dlp.attach`. `way`: "norm behind columns": a norm reads
-    features that tp shards; "steps in hooks": optimizers step inside of the backward; else they step after it."""
+    features that are sharded over tp; "steps in hooks": optimizers step inside of the backward; else they step after it."""
     torch.manual_seed(3)
     model: nn.Module
     if way == "norm behind columns":
@@ -285,7 +285,7 @@ def test_a_thread_that_waits_inside_of_a_pass_is_named_once():
 
     session, said, release, inside = Trains(), list[str](), threading.Event(), threading.Event()
     watch = lockstep.WaitWatch(said.append)
-    watch._started = True  # this test calls the check directly
+    watch._started = True  # no thread starts: this test calls the check (`look`) directly
 
     def waits() -> None:
         watch.add(session)
@@ -336,7 +336,7 @@ class PartOfHeads(nn.Module):
 
 
 def cause(gate: bool, dropout: float, parts: bool) -> str:
-    """Return the error of the first step. parts: tp shards q and o but not k, so that the gradient of k on a rank
+    """Return the error of the first step. parts: q and o are sharded over tp and k is not, so the gradient of k on a rank
     covers only the heads of this rank."""
     torch.manual_seed(3)
     model, mesh = PartOfHeads(gate, dropout).to(worker.device()), worker.mesh(tp=2)

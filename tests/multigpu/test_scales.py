@@ -84,8 +84,8 @@ def test_a_wrong_group_is_noticed(ranks):
 
 
 def kept(recipe: Any, amax_group: str, spoil: bool) -> tuple[int, str]:
-    """Return the number of scales that check_scales compares after two steps, and its error. `spoil`: change the scales
-    of rank 1."""
+    """Run two steps and check_scales. Return (number of compared scales, ""), or (0, error message) if check_scales raises;
+    dlp.state_dict must then raise, too. `spoil`: change the scales of rank 1."""
     made, mesh = model(recipe, sizes={"tp": 2}, amax_group=amax_group)
     step(made, mesh)
     dlp.end_step(made)
@@ -117,7 +117,8 @@ def test_kept_scales_are_compared_at_checkpoints(ranks, recipe, group, count):
 
 
 def kept_over_shards(recipe: str, spoil: bool) -> tuple[int, str]:
-    """Return the result of check_scales for a weight that FSDP gathers, and its error; `spoil`: rank 1 has other scales."""
+    """Run check_scales for a weight that FSDP gathers. Return (number of compared scales, ""), or (0, error message).
+    `spoil`: rank 1 has other scales."""
     mesh = worker.mesh(dp_shard=2)
     torch.manual_seed(1)
     made = nn.Sequential(nn.Linear(HIDDEN, 128, bias=False)).to(worker.device())

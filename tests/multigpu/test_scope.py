@@ -30,7 +30,7 @@ RANKS = 4
 
 
 def size(name: str) -> int:
-    """Return the number of features and of tokens with which each of 4 ranks has complete blocks."""
+    """Return a number of features and tokens with which each of 4 ranks has complete scaling blocks."""
     recipe = load(name)
     quantizers = [getattr(getattr(recipe, operand), way) for operand in OPERANDS for way in ("rowwise", "columnwise")]
     return RANKS * lcm(16, *(b or 1 for q in quantizers for b in q.format.block))

@@ -136,11 +136,11 @@ def damaged(folder: Path, data: Path, purpose: str, *overrides: str) -> str:
 
 
 class DamagedSlots:
-    """Context that damages one use of mapped memory while transfers are checked: call `number`, within a pass of a
-    layer, of `push` from rank 0 to the last rank, or of `wait` on the last rank.
+    """Context that damages one use of mapped memory while transfers are checked: call `number` of the slot's method `call`
+    in pass `layer_pass`. Calls for agreements on amaxes do not count.
 
-    push    flips a bit of the sent part in flight
-    wait    flips a bit of the part of rank 0 in the slot of the last rank, when the part has arrived
+    call = "push"    sends from rank 0 to the last rank: flip a bit of the sent part in flight
+    call = "wait"    waits on the last rank: flip a bit of the part of rank 0 in the slot, when the part has arrived
     """
 
     def __init__(self, moves: Transport, call: str, layer_pass: LayerPass, number: int) -> None:
@@ -265,7 +265,7 @@ def test_a_flipped_bit_is_named_before_the_update(ranks, tmp_path, data, where, 
     given = ["--train.sentinel", "1", "--train.ledger", "off", "--train.sentinel_tensors", "true"]
     given += ["--train.micro_batch", str(8 // microbatches)]
     given += ["--recipe", where.partition(" of ")[2] or "fp8_current"]
-    # Skipping the update would not repair a weight, an optimizer state or a delayed scale
+    # A skipped update would not repair a weight, an optimizer state or a delayed scale, so the run must stop despite "skip"
     given += ["--train.sentinel_action", "stop" if where in ("y", "gradient") else "skip"]
     messages = ranks(2).run(stopped, tmp_path, data, where.partition(" of ")[0], *given)
     assert messages[0] == messages[1]

@@ -165,7 +165,7 @@ def test_sessions_that_optimizers_call_go_with_the_model():
 
 def distributed(fsdp: bool) -> tuple[list[Tensor], list[Tensor], str]:
     """Change a model with an attached optimizer in several ways; return the losses after each change, the losses of a
-    model that casts at each use, and the message about a change that is not detected immediately."""
+    model that casts at each use, and the error of a forward after a write that bypasses torch's version counter."""
     mesh = worker.mesh(tp=1 if fsdp else 2)
     groups = [dlp.LayerGroup("all", "**", recipe="fp8_current")]
     groups += [dlp.LayerGroup("up", "0", style="column"), dlp.LayerGroup("down", "2", style="row")]

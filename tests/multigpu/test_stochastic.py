@@ -86,7 +86,7 @@ def test_the_counter_is_copied_only_for_a_pending_backward(monkeypatch, make, at
 
 
 class Interrupt(TorchDispatchMode):
-    """Mode that raises in the backward of a linear."""
+    """Dispatch mode that raises KeyboardInterrupt in the backward of a linear."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         if "linear_bwd" in str(function):
@@ -189,7 +189,7 @@ def test_data_parallel_ranks_draw_the_bits_of_their_own_tokens(way):
     linear = layer(disable_rht=True)
 
     def codes(values: Tensor, dp: tuple[int, int]) -> Tensor:
-        linear.core.session.dp = dp  # outside of this test, `dp` of a session never changes
+        linear.core.session.dp = dp  # only this test changes `dp` of a session, so it must clear the cache
         linear.core.bound.cache.clear()
         (made,) = quantize(linear.core.bound, "dy", [values], (way == "row", way == "col"))
         return made.at(columnwise=way == "col").payload

@@ -51,7 +51,7 @@ def another_mesh() -> DeviceMesh:
 
 
 def layers(draw: random.Random, meshes: list[DeviceMesh]) -> list[tuple[torch.nn.Module, int]]:
-    """Draw layers of every recipe: column- or row-parallel, with or without siblings and sequence parallelism, with a
+    """Draw two layers of every recipe: column- or row-parallel, with or without siblings and sequence parallelism, with a
     random strategy for each GEMM, on one of the meshes. Return each layer with the number of its tp ranks."""
     made = []
     for recipe in 2 * (EMULATED if worker.device().type == "cpu" else tuple(names())):

@@ -144,9 +144,9 @@ def test_slots_of_another_format_or_margin_start_anew(changed):
 
 
 def by_the_module_around() -> tuple[list[str], list[str], str]:
-    """Change a recipe by `dlp.set_recipe` of a module that contains the converted model, which prefixes the names of
-    layers. Return the changed layers, the layers with this recipe in a model that loads the state, and the error of
-    a change of one sibling alone, which changes no recipe."""
+    """Change a recipe by `dlp.set_recipe` of a module that contains the converted model as `inner`, so that names of layers
+    begin with "inner.". Return the changed layers, the layers with this recipe in a model that loads the state, and the error
+    of a change of one sibling alone, which changes no recipe."""
     first, second = (nn.ModuleDict({"inner": net("bf16", worker.mesh(tp=2))}) for _ in range(2))
     swap = dlp.set_recipe(first, "inner.blocks.1.**", "fp8_current")
     dlp.load_state_dict(second["inner"], dlp.state_dict(first))

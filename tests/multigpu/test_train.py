@@ -378,8 +378,8 @@ class Spikes(Trainer):
 
 
 def spiked(config: Config, steps: int | None = None) -> int:
-    """Return the number of updates in a run of `steps` steps (None: all steps). The median of gradient norms is defined
-    after two steps."""
+    """Train until `steps` steps are done, and save (None: a complete run); return the number of updates. The median of
+    gradient norms is defined after two steps."""
     with patch("launch.training.step_update.KNOWN", 2):
         trainer, done = training.trainer(config, Spikes)
         if steps is None:

@@ -41,7 +41,7 @@ FEW = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
 ON_ONE = FEW[1:2]  # tests on two ranks run a Llama and a Mixtral
 WITHOUT_LINEARS = ("gpt2",)  # its blocks use Conv1D
 STEPS = 5
-NEAR = 1e-6  # bound on the difference of losses
+NEAR = 1e-6  # bound on the relative difference of losses
 NEAR_BF16 = {"cpu": NEAR, "cuda": 1e-4}  # by the device of the run; `expected` runs on the CPU
 # Bound for losses in bf16 under tp: partial sums of row-parallel linears are rounded to bf16 before the sum
 NEAR_TP = 3e-4
@@ -168,7 +168,8 @@ def some(names: tuple[str, ...], few: tuple[str, ...]) -> list[Any]:
 
 
 def trains(ranks: Any, count: int, folder: Path, data: Path, *overrides: str, near: float = NEAR) -> Config:
-    """Run on `count` ranks, and assert that losses are within `near` of the unconverted module; return the config."""
+    """Run on `count` ranks, and assert that losses differ from the unconverted module by at most `near`, relatively; return the
+    config."""
     asked = config(folder, data, *overrides)
     ranks(count).run(run, asked)
     losses = list(training.metrics(asked).values())
@@ -309,7 +310,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_its_export_has_equal_logits(ranks
 
 def exported(config: Config, folder: str) -> list[float]:
     """Return the largest difference between the logits of the parameters of a run and of the exported folder, both
-    computed in fp32 by transformers, and the largest logit."""
+    computed in fp32 by transformers, and the largest absolute logit."""
     made, _ = training.trainer(config)
     trained = {name: parameter.full_tensor() for name, parameter in made.built.model.named_parameters()}
     model = transformers.AutoModelForCausalLM.from_pretrained(config.model.folder).float().eval()

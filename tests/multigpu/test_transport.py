@@ -46,7 +46,7 @@ def make_transport() -> Transport:
 
 
 def exchange(moves: Transport, part: Tensor, cut: int = 0) -> Tensor:
-    """Send chunk r of [R, ...] to rank r, in two pieces if `cut`; return the received chunks."""
+    """Send chunk r of `part` [R, ...] (R ranks) to rank r, in two pieces if `cut`; return the received chunks."""
     opened = moves.open([part.shape], [part.dtype])
     for to in range(moves.world) if cut else ():
         opened.send([part[to, :cut]], to)
@@ -151,8 +151,9 @@ def falls_behind(mine: random.Random) -> None:
 
 
 def checked_operations(seed: int, count: int) -> tuple[int, list[int], int]:
-    """Run random operations with checksums at sender and receiver, and then some without; return the number of errors,
-    the number of checked transfers after both parts, and the number of transfers whose checksums differ."""
+    """Run random operations with checksums at sender and receiver, and then some without. Return the number of errors; the
+    number of checked transfers, counted after the first and after the second group of operations; and the number of
+    transfers whose checksums differ."""
     transfers = []
     with WireChecks() as checks:
         wrong = random_operations(seed, count)
@@ -215,7 +216,7 @@ def test_a_slot_is_not_written_before_its_readers_are_done(ranks, device_type):
 
 
 def told(ended: bool) -> str | None:
-    """Return the message of `transport.complaint` if (`ended`) a kernel has given up waiting in a slot, or None."""
+    """Return the result of `transport.complaint`. `ended`: pretend that a kernel has given up waiting in a slot."""
     moves = make_transport()
     moves.start("row", ("down", "backward"))
     moves.agree([torch.ones((), device=worker.device())])
@@ -278,7 +279,7 @@ def who_waits(others: bool) -> list[list[str]]:
 
 @pytest.mark.ranks(2)
 def test_who_waits_for_whom_is_read_while_they_wait(ranks):
-    """The state names layer, pass, transfer and piece."""
+    """The descriptions of waits name layer, pass, transfer and piece."""
     slot = "{} of down in forward, a slot of 65536 bytes: rank {} waits for rank {}, which {}"
     found = ranks(2).run(who_waits, False)
     piece, whole = "piece 1 of transfer 1", "transfer 1"
@@ -400,8 +401,8 @@ def test_a_rank_that_stays_away_is_named(ranks, device_type):
 
 
 def sum_of(moves: Transport, x: Tensor) -> Tensor:
-    """Reduce-scatter x [R, m, n] by launches that can be recorded: return the sum over ranks of the rows for this
-    rank."""
+    """Reduce-scatter x [R, m, n] (R ranks) by launches that can be recorded: return the sum over ranks of the chunk
+    [m, n] for this rank."""
     return ops.sum_in_order(exchange(moves, x), x.dtype)
 
 

@@ -32,7 +32,7 @@ Trained = tuple[list[Tensor], dict[str, Tensor]]
 
 
 class Net(nn.Module):
-    """Three linears, x [M, 96] -> [M, 64]."""
+    """Three linears, x [tokens, 96] -> [tokens, 64]."""
 
     def __init__(self) -> None:
         super().__init__()

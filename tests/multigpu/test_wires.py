@@ -33,7 +33,7 @@ from tests.refusals import may_raise, must_raise
 
 
 def contribution(rank: int, rows: int) -> Tensor:
-    """[rows, 200] bf16: gaussian values with an outlier in a block, a block of zeros, and on rank 1 a NaN and an
+    """Return [rows, 200] bf16: gaussian values with an outlier in a block, a block of zeros, and on rank 1 a NaN and an
     Inf."""
     x = torch.randn(rows, 200, generator=torch.Generator().manual_seed(rank))
     x[0, 3], x[1, :128] = 1e4, 0

@@ -1,4 +1,4 @@
-"""Reference implementations of all operations in plain torch, which define the bits of the kernels and run without kernels.
+"""Reference implementations of all operations in plain torch: they define the bits of kernels, and run where no kernel runs.
 
 Scale arithmetic is IEEE binary32 with rounding to nearest even and denormals, in the order of the code: one wrong ulp in a
 scale changes codes at ties. Casts widen inputs to fp32 before the multiplication by the scale. An amax starts at 0, ignores NaN

@@ -100,7 +100,9 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y [rows, C] in the dtype of x, mean and rstd fp32 [rows], of x [rows, C], weight and bias [C]."""
+    """Return (y, mean, rstd): y [rows, C] in the dtype of x, mean fp32 [rows], rstd fp32 [rows].
+
+    x is [rows, C], weight and bias are [C]."""
     wide = widen(x)
     mean = _row_means(wide)
     centred = wide - mean[:, None]
@@ -111,8 +113,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
 def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dx [rows, C] in the dtype of x, dweight and dbias fp32 [C], of dy and x [rows, C], weight [C], mean and rstd
-    [rows].
+    """Return (dx, dweight, dbias): dx [rows, C] in the dtype of x, dweight fp32 [C], dbias fp32 [C].
+
+    dy and x are [rows, C], weight is [C], mean and rstd are [rows].
 
     With g = dy * weight and n = (x - mean) * rstd: dx = (g - mean(g) - n * mean(g * n)) * rstd, dweight is the sum of dy * n
     over rows, and dbias is the sum of dy over rows.

@@ -20,8 +20,8 @@ def checksums(*tensors: Tensor) -> Tensor:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return the checksum of one tensor. The words are summed by rows and by columns, which needs no temporary memory of the
-    size of the tensor: the word with index ROW * r + c has the weight 2 * ROW * r + (2 * c + 1)."""
+    """Return the checksum of one tensor. The words are summed by rows and by columns, which needs no products of the size of
+    the tensor: the word with index ROW * r + c has the weight 2 * ROW * r + (2 * c + 1)."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if len(data) % (8 * ROW) or data.storage_offset() % 8:
         data = F.pad(data, (0, -len(data) % (8 * ROW)))

@@ -48,7 +48,7 @@ def _encode_table(device: torch.device) -> Tensor:
 def encode_e2m1(y: Tensor) -> Tensor:
     """Return the nearest E2M1 codes 0..15 of fp32 values, one code per byte (uint8): ties to even, saturating, NaN -> +6.
 
-    The upper 16 bits of y are rounded to odd (the lowest bit is set if bits were dropped), which preserves the result of the
+    The upper 16 bits of y are rounded to odd (the lowest bit is set if a dropped bit is 1), which preserves the result of the
     rounding to 2 bits; the code follows from a table.
     """
     bits = y.contiguous().view(torch.int32)
@@ -85,7 +85,7 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 
 def transpose_e2m1(packed: Tensor) -> Tensor:
-    """Return the packed codes [C, rows/2] of the transpose of a matrix [rows, C], of packed codes [rows, C/2]; rows even."""
+    """Transpose packed codes [rows, C/2] of a matrix [rows, C] -> packed codes [C, rows/2]; the number of rows is even."""
     return pack_e2m1(unpack_e2m1(packed).t())
 
 

@@ -248,7 +248,7 @@ def delayed_scale(window: Tensor, scale: Tensor, target: Tensor, algorithm: str 
 def delayed_update(
     history: Tensor, scale: Tensor, reduced: Tensor, target: Tensor, algorithm: str | AmaxAlgorithm
 ) -> tuple[Tensor, Tensor]:
-    """Return the new history and scale after one step of delayed scaling of n slots, from history fp32 [L, n] and scale [n].
+    """Return the new history and scale after one step, for n delayed scales (slots), from history fp32 [L, n] and scale [n].
 
     history[0] is the staging row, and history[1:] are amaxes from the oldest to the newest. `reduced` [n] is the staging row
     after the all-reduce; where it is 0, history[0] is the amax of this step. `target` [n] is fl(fp8_max * 2^-margin), the value

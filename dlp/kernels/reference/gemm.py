@@ -1,6 +1,6 @@
 """GEMMs of all pairs of formats: D = A @ B.T, contraction last in both operands, exact products, sums in fp32.
 
-If both decoded operands are exact in bf16, every unit computes exact products, and only the order of the fp32 sums is
+If both decoded operands are exact in bf16, bf16 and fp32 units compute exact products, and only the order of the fp32 sums is
 unspecified. Scales that are not powers of two are applied to fp32 sums.
 """
 
@@ -19,8 +19,8 @@ from dlp.kernels.reference.mx import decode_mxfp8
 from dlp.kernels.reference.nvfp4 import decode_nvfp4, nvfp4_alpha
 
 PROMOTION = 128  # number of products that are summed before the scales are applied
-INT8_PRODUCTS = 2**17 - 8  # number of products of two int8 whose sum fits int32; a multiple of 8
-FOLDED_PRODUCTS = 2**15 - 8  # the same number for products of two differences of int8, such as code - zero
+INT8_PRODUCTS = 2**17 - 8  # largest number of products of two int8 whose sum fits int32; a multiple of 8
+FOLDED_PRODUCTS = 2**15 - 8  # sums of this number of products of two int8 differences, such as code - zero, fit int32
 
 
 def matmul_bf16_exact(a: Tensor, b: Tensor) -> Tensor:
@@ -51,8 +51,8 @@ def finish(result: Tensor, out_dtype: torch.dtype, bias: Tensor | None, accumula
 
 
 def gemm_launch(sums: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the GEMM launch of a reference: `sums` gets the parts of A and B in turn, then the blocks of their layouts (if the
-    launch has the layouts as first arguments), and returns fp32 sums [rows, cols]."""
+    """Return the GEMM launch of a reference: `sums` gets the parts of A and B alternately, then the blocks of their layouts (if
+    the launch has the layouts as first arguments), and returns fp32 sums [rows, cols]."""
 
     @functools.wraps(sums)
     def launch(*problem: Any) -> Tensor:

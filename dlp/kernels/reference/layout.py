@@ -30,7 +30,7 @@ def block_2d_layout(scale_inv: Tensor) -> Tensor:
 def swizzle_128x4(scales: Tensor, lines: int | None = None, lines_each: int = 1) -> Tensor:
     """Return MX or NVFP4 scale bytes [row blocks, C blocks] as the flat tensor of 128x4 tiles that block-scaled GEMMs read.
 
-    lines        number of lines of the operand; by default the number of rows of scales times `lines_each`
+    lines        number of lines (rows) of the operand; None: number of rows of `scales` times `lines_each`
     lines_each   number of lines that share a scale
 
     The scale of line r and block c is at ((r/128) * tiles across + c/4) * 512 + (r%32) * 16 + ((r%128)/32) * 4 + c%4. (cuBLAS

@@ -1,7 +1,7 @@
 """Cross entropy of rows of logits, forward and backward; the columns may be a shard of the vocabulary.
 
 fp32 logits exist for one chunk of rows at a time. Exponentials and sums are torch operations, whose bits differ between
-devices; the reference and the kernels have an error bound against float64.
+devices: the reference and the kernels are not bitwise equal, but both are within an error bound of float64.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """NVFP4: E2M1 elements, one E4M3 scale per block of 16 (or 16x16 tile), and one fp32 amax per tensor.
 
     S_enc = 2688 / amax (2688 = 448 * 6)    scale of the tensor: the block with the largest amax has the E4M3 scale 448
-    s8    = e4m3(amax_block * fl(S_enc * fl(1/6)))
-    q     = e2m1(x / (s8 / S_enc))
+    s8    = e4m3(amax_block * fl(S_enc * fl(1/6)))      scale of a block
+    q     = e2m1(x / (s8 / S_enc))          code of an element x
 
 The order of these products is part of the format: another order changes the scales of some blocks. The amax is stored. A
 decoded value is e2m1 * (s8 * amax / 2688). A GEMM multiplies e2m1 * s8, which is exact in bf16, and applies the amaxes of both
@@ -19,7 +19,7 @@ block becomes 6, or becomes 4, so that the gap of E2M1 between 4 and 6 is not us
 
 A block takes the scale s4 if the error of s4 is smaller than the error of s6; ties take s6. In units of 1 / S_enc, e2m1 * s8 is
 exact, and no relevant square overflows or underflows in fp32. Decoding and GEMMs do not change, because the stored amax
-contains the factor. Four over six needs rounding to nearest: the smaller of two random errors would bias a gradient.
+contains the factor. Four over six needs rounding to nearest: choosing the smaller of two random errors would bias a gradient.
 
 The Hadamard transform rotates groups of 16 along the contraction, which spreads an outlier over the group; the transforms of
 both operands of a GEMM cancel.

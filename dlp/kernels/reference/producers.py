@@ -17,7 +17,7 @@ LANES, WARPS, OCTET = 32, 4, 8  # threads per warp, warps per row, adjacent elem
 NORM_PARTS = 512  # number of partial sums over rows: part i sums the rows i, i + 512, ...
 TILE = 128  # rows of a tile of `tile_sums`
 PATCHES = (8, 2, 8)  # rows of a tile as (warps, patches per warp, rows per patch)
-GROUPS = 32  # number of groups of parts in `sum_parts`
+GROUPS = 32  # number of intermediate sums in `sum_parts`: sum i adds the parts i, i + 32, ...
 
 
 def by_halves(x: Tensor, dim: int) -> Tensor:
@@ -49,7 +49,7 @@ def _row_means(x: Tensor) -> Tensor:
     sums = row_sums(x)
     return sums / torch.full_like(
         sums, x.shape[1]
-    )  # torch on a GPU divides by a number by multiplying with its reciprocal
+    )  # a tensor as divisor, because torch on a GPU multiplies by the reciprocal of a Python number
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def tile_sums(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return y [rows, C] in the dtype of x and rstd fp32 [rows], of x [rows, C] and weight [C]."""
+    """Return (y, rstd): y [rows, C] in the dtype of x, rstd fp32 [rows]. x is [rows, C], weight is [C]."""
     wide = widen(x)
     rstd = _sqrt(_row_means(wide * wide) + eps).reciprocal()
     return (wide * rstd[:, None] * weight.float()).to(x.dtype), rstd
@@ -98,8 +98,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, add: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return dx [rows, C] in the dtype of x and dweight fp32 [C], of dy and x [rows, C], weight [C] and rstd [rows]. `add`
-    [rows, C], in the dtype of x, is added to the rounded dx.
+    """Return (dx, dweight): dx [rows, C] in the dtype of x, dweight fp32 [C]. dy and x are [rows, C], weight is [C], rstd is
+    [rows]. `add` [rows, C], in the dtype of x, is added to the rounded dx.
 
     With g = dy * weight and n = x * rstd: dx = (g - n * mean(g * n)) * rstd, and dweight is the sum of dy * n over rows.
     """

@@ -30,7 +30,7 @@ def pack_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     usual = amax.isfinite() & (amax > 0)
     largest = torch.full_like(
         amax, FP8_MAX[E4M3]
-    )  # torch computes number / tensor by the reciprocal, which rounds twice
+    )  # a tensor, because torch computes number / tensor as number * (1 / tensor), which rounds twice
     scale = torch.where(usual, largest / amax.clamp_min(LEAST_AMAX), 1.0)
     codes = encode_fp8(blocks * scale[..., None], E4M3).flatten(-2)[..., :features]
     return codes.contiguous(), torch.where(amax.isfinite(), scale.reciprocal(), amax)

@@ -1,6 +1,7 @@
 """Fuse in forward: AddExtraInput, MakeExtraOutput (optional), RMSNorm.
 
-The kernel that computes rstd of the norm also adds input and extra input, and writes the sum.
+The kernel that computes rstd of the norm also adds input and extra input, and writes the sum. If the dtypes of input and extra
+input differ, torch adds them before the norm.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ forward.
 A *checkpoint* is a call of `torch.utils.checkpoint`. A layer in a checkpoint runs again in backward, perhaps after other
 forwards or a recipe change, and must then run under the spec and the delayed scales of the first run. `LayerRuns` keeps both
 for each checkpoint that the layer ran in, in the order of the calls, until torch frees the checkpoint. Only this file uses
-private names of torch.utils.checkpoint. With `use_reentrant=False` a checkpoint registers hooks on saved tensors: they are on a
-stack of this thread while the function of the checkpoint runs, and refer to the frame object of the checkpoint. A checkpoint
-with `use_reentrant=True` cannot be recognised.
+private names of torch.utils.checkpoint. With `use_reentrant=False` a checkpoint registers hooks on saved tensors. While the
+function of the checkpoint runs, these hooks are on a stack of this thread; they refer to the frame object of the checkpoint.
+A checkpoint with `use_reentrant=True` has no such hooks, so it cannot be recognised.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class LayerRuns:
 
 
 def spec_among_others(core: LayerState) -> BoundSpec:
-    """Implement `LinearCore.active_spec` for a forward that may run under another spec than that of the layer, or under other
-    scales than those in the table: after a layer of the model has run in an autocast region, in a checkpoint, with delayed
-    scales that no attached optimizer updates, or after a recipe change."""
+    """Implement `LinearCore.active_spec` for a forward that may run under another spec than the layer's spec, or under other
+    scales than the scales in the table. Such a forward is in an autocast region, runs after a layer of the model has run in a
+    region, is in a checkpoint, has delayed scales that no attached optimizer updates, or is the first after a recipe change."""
     if core.ran_under.recipe_changed:
         _check_no_recomputation(core)
     session, checkpoints = core.session, _checkpoints()

@@ -133,7 +133,7 @@ def call_of(
     `BoundSpec.calls`."""
     if cast_weights is None:
         calls = bound.calls
-        with torch._C.DisableTorchFunctionSubclass():  # FSDP's parameters may be placeholders, with slow properties
+        with torch._C.DisableTorchFunctionSubclass():  # placeholders would intercept reads of properties, slowly
             parameter_keys = [None if p is None else _parameter_key(p) for p in parameters]
     else:
         calls = cast_weights.calls
@@ -325,7 +325,7 @@ def leave_wgrads(
     bound: BoundSpec, wanted: GradsWanted, weights: Sequence[Tensor], results: list[Tensor], alpha: float = 1.0
 ) -> list[Tensor]:  # fmt: skip
     """Queue the delayed wgrads for `backward_dw`, and return the other results. `results`: all results of `linear_backward`, or
-    a last part of them that includes the operands of the wgrads."""
+    only the last of these results, among which are all operands of the wgrads."""
     start = len(results) - num_left(bound, wanted)
     if start == len(results):
         return results

@@ -41,7 +41,7 @@ TREE = ReduceCodec(AS_IT_IS.pack, _total, AS_IT_IS.kinds)  # fp32 contributions,
 
 
 def all_reduce(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum an fp32 tensor over the ranks of `group`, added by the tree. None: return x."""
+    """Return the sum of the fp32 tensors x of all ranks of `group`, added by the tree; `group` None: return x."""
     return x if group is None else collectives.all_reduce(x, group, TREE).wait()
 
 
@@ -50,7 +50,7 @@ def token_gemm(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Compute `dlp.parallel.linear.functional.token_gemm` in the canonical order. Raises ValueError for a GEMM that accumulates
-    or has an alpha."""
+    or has an alpha other than 1."""
     ranks, pairs = 1 if reduce is None else spec.tp, []
     for a, gemm in zip(operands, gemms, strict=True):
         assert a is not None, "this orientation was not requested"
@@ -94,8 +94,8 @@ def _products(
     pairs: Sequence[tuple[QuantizedTensor, QuantizedTensor]], segments: int, dtype: torch.dtype
 ) -> Tensor:  # fmt: skip
     """Return the sum [rows, cols] of a @ b.T over all pairs (a, b), in canonical order, rounded once to `dtype`. The GEMMs
-    run on tensor cores if `fixed_order.takes` accepts the operands; otherwise the operands are decoded and multiplied in
-    fp64."""
+    run on tensor cores if `fixed_order.takes` accepts the operands; otherwise the operands are decoded, rounded and
+    multiplied in fp64 (`canonical.products`)."""
     factored = [(_factored(a), _factored(b)) for a, b in pairs]
     if fixed_order.takes(factored, segments):
         return fixed_order.products(factored, segments, dtype)
@@ -104,8 +104,8 @@ def _products(
 
 
 def _factored(operand: QuantizedTensor) -> Factored:
-    """Return the operand as values that are exact in bf16 and a scale, if it is on a GPU and its format allows this; else its
-    payload alone."""
+    """Split an operand into values that bf16 represents exactly, and scales, if the operand is on a GPU and its format allows
+    this; else return the payload alone."""
     payload, known = operand.payload, operand.format
     if not payload.is_cuda or known.keeps_source or known.factors is None:
         return Factored(payload)

@@ -1,9 +1,9 @@
 """Captured launches (`dlp.runtime.capture`) of the passes of a linear, and the reasons why a pass is not captured.
 
 For inputs of equal shapes, strides and alignment a pass launches the same kernels; only addresses differ. A pass is captured if
-casts and GEMMs are kernels of this package, and if all transfers go through mapped memory (`dlp.comm.mapped`) or are
-collectives, which are called between native calls. Results are bitwise equal with and without capture. The kernels of other
-passes are launched one by one, and `describe` states the reason.
+casts and GEMMs are kernels of dlp, and if all transfers go through mapped memory (`dlp.comm.mapped`) or are collectives, which
+are called between native calls. Results are bitwise equal with and without capture. The kernels of other passes are launched
+one by one, and `describe` states the reason.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def captured_passes(name: str, bounds: Sequence[BoundSpec], why: Mapping[str, st
     communicates = any(bound.spec.group is not None for bound in bounds)
 
     def obstacle() -> str:
-        for session in sessions:  # captured launches read scales from the session's table
+        for session in sessions:  # captured launches read only scales of the session's table
             if session.scales is not None and session.scales.values is not None:
                 return REGION
-        if communicates and observer.counting():  # the observer counts transfers that Python issues
+        if communicates and observer.counting():  # the observer cannot count transfers of captured launches
             return WATCHED
         return ""
 
@@ -56,8 +56,8 @@ def of_layer(bound: BoundSpec, x: Tensor) -> CapturedPasses:
 
 @remembered
 def obstacle(bound: BoundSpec, pass_name: str) -> str:
-    """Return the reason why a pass of this layer is never captured: a cast or GEMM is not a kernel of this package, or a
-    transfer is neither a launch nor a collective. "": the pass can be captured."""
+    """Return the reason why a pass of this layer is never captured: the layer is invariant, a cast or GEMM is not a kernel of
+    dlp, or a transfer is neither a launch nor a collective. "": the pass can be captured."""
     if bound.spec.invariant:
         return "invariant = true: a sum over segments runs several torch operations"
     return bound.spec.recipe.beyond_launches or _sends_otherwise(bound.spec, pass_name)
@@ -80,7 +80,8 @@ def _sends_otherwise(spec: LinearSpec, pass_name: str) -> str:
 
 
 def describe(model: nn.Module) -> list[str]:
-    """Return lines with the number of layers in which each pass is captured, and the reasons in the other layers."""
+    """Return lines of text: the number of layers in which each pass is captured, and the reasons why other layers are not
+    captured, without temporary reasons."""
     lines = []
     for pass_name in PASSES:
         count, reasons = 0, dict[str, list[str]]()

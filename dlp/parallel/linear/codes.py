@@ -179,11 +179,11 @@ class Reader:
     """Description of the linear that will read x, with which an op before the linear casts x in traced calls.
 
     bound      the bound spec of the linear; None: any linear that casts x in the same way
-    trace_id   identifies the recipe
+    trace_id   identifies specs with the recipe of the linear (`dlp.parallel.linear.spec.trace_of`)
     wgrad      whether backward of the linear reads x
     record     whether autograd records the forward, so that amaxes are recorded for delayed scales
 
-    Copies and pickles of a reader have `bound` None.
+    A copied or unpickled reader is the `recipe_reader` of the same recipe, so that its `bound` is None.
     """
 
     bound: BoundSpec | None

@@ -94,7 +94,7 @@ def linear_forward(
     finish    the epilogue; only for a layer with one member whose y is not reduced
 
     Returns a list of y_i [..., N_i] ([M, N_i] if x is gathered, [M/R, N_i] if y is scattered), and a list of the tensors of x
-    for backward: the parts of an operand; the computed values of a lazy x if wgrad reads x itself; else nothing.
+    for backward: the parts of an operand, or, if x itself is saved, the computed values of a lazy x; else nothing.
     """
     spec, values = bound.spec, as_matrix(x)
     plan = bound.plans.get(x.shape) or plan_of(bound, x.shape)
@@ -279,7 +279,7 @@ def contract_gemm(
     shape, dtype   shape and dtype of the weight
     alpha          factor of dw
     into           the tensor to which dw is written or added; None: dw is returned
-    clipped        bool [N, K], which may be padded: dw is set to 0 where the weight was clipped; None: not clipped
+    clipped        bool [N, K], which may be padded: dw is set to 0 where the weight was clipped; None: dw is not masked
     """
     if bound.spec.invariant:
         return canonical.contract_gemm(bound.spec, dy, x, shape, dtype)

@@ -60,7 +60,7 @@ def check_input(spec: LinearSpec, x: Any) -> None:
 
 def calling_state(x: Tensor) -> tuple[Any, ...]:
     """Return the state, besides x itself, on which y depends: grad mode, torch's autocast, the autocast region of dlp, and the
-    version counter of x (none for tensors of inference mode). While torch compiles, only the first two are compared."""
+    version counter of x (none for tensors of inference mode). While torch compiles, return only the first two."""
     modes = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
     if torch.compiler.is_dynamo_compiling():
         return modes
@@ -225,7 +225,7 @@ class LinearCore(LayerState):
         save = differentiable and keeps_x(bound.spec.recipe, x.requires_grad, any(w.requires_grad for w in weights))
         rowwise, columnwise = self._codes_for(bound, x, save)
         if not differentiable:
-            # no autograd function without a gradient: torch 2.11 miscompiles an autograd function there
+            # the op without the autograd function: torch 2.11 miscompiles an autograd function that needs no gradient
             codes = [*rowwise, *columnwise]
             ys, _ = torch.ops.dlp.linear_fwd(x, weights, biases, cached, bound.spec_id, trace_id, False, record, codes)
             return tuple(ys)
@@ -335,7 +335,7 @@ class ParallelLinear(SpreadModule):
             super()._save_to_state_dict(*args, **kwargs)
 
     def _held_weights(self) -> list[HeldWeight]:
-        """The weights of this module that exist as codes only."""
+        """Return the weights of this module that exist as codes only."""
         held = [weight for weight in self.core.weights if isinstance(weight, HeldWeight)]
         return [weight for weight in held if weight.member.module is self]
 

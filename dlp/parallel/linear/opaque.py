@@ -93,7 +93,7 @@ def linear_bwd(
 
 def _captured_of(bound: BoundSpec, x: Tensor) -> CapturedPasses:
     """Return the captured passes of a layer whose calls run as ops, for the device of x (or dy) and for the TF32 setting that
-    applies to its dtype."""
+    applies to the dtype of x (or dy)."""
     key = CapturedPasses, x.get_device(), multiplies_tf32(x)
     found: CapturedPasses | None = bound.calls.get(key)
     if found is None:
@@ -196,7 +196,7 @@ def count_microbatch(spec_id: Tensor) -> None:
 _LIBRARY.define("count_microbatch(Tensor spec_id) -> ()")
 _LIBRARY.impl("count_microbatch", count_microbatch, "CompositeExplicitAutograd")
 torch.library.register_fake("dlp::count_microbatch", lambda spec_id: None, lib=_LIBRARY)
-# graph passes would remove an op without results
+# Registered as an op with effects, since graph passes would remove an op without results
 torch.library._register_effectful_op("dlp::count_microbatch", EffectType.ORDERED, lib=_LIBRARY)
 
 

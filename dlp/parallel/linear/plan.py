@@ -15,7 +15,7 @@ tokens of this rank, and the options and groups of the layer. No other code repe
     dlp.parallel.traffic.predict      to predict bytes. The observer that counts bytes does not read the plan
 
 A `Route` lists the casts and gathers of x or dy before a GEMM. If the cast shards of all ranks concatenate to the cast of all
-tokens, shards are cast, then gathered; else, or if `gather_dy` is "high_precision", values are gathered, then cast:
+tokens, shards are cast, then gathered; else, or for dy if `gather_dy` is "high_precision", values are gathered, then cast:
 
     x [M/R, K] of this rank  ──cast──►  operand of M/R tokens  ──gather──►  operand of M tokens
                              ──gather──►  x [M, K]             ──cast──►    operand of M tokens
@@ -100,7 +100,7 @@ class Gathered:
     gemm         the GEMM whose overlap strategy schedules the gather
     columnwise   the orientation of the gathered operand; None: values [M/R, features] are gathered in high precision
     leased       whether the operand is cast directly into the segment of this rank in the output buffer of the gather. False
-                 for an operand that forward saves for backward, which would keep the complete buffer alive
+                 if forward saves this operand for backward, since it would keep the complete buffer alive, or saved it before
     format       the format of the operand; None: values are gathered
     overlap      the overlap strategy; None in a plan that is only printed
     """
@@ -383,8 +383,8 @@ class GradsWanted(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def flags(self, count: int) -> list[int]:
-        """Encode the record as integers, which an op can take: 1 if dx is wanted, then for each of `count` members the sum of 1
-        (the member is used), 2 (dw is wanted) and 4 (db is wanted)."""
+        """Encode used, dx, dw and db as integers, which an op can take: 1 if dx is wanted, then for each of `count` members the
+        sum of 1 (the member is used), 2 (dw is wanted) and 4 (db is wanted)."""
         flags = [int(self.dx)] + [0] * count
         for i, dw, db in zip(self.used, self.dw, self.db, strict=True):
             flags[1 + i] = 1 + 2 * dw + 4 * db
@@ -392,7 +392,7 @@ class GradsWanted(NamedTuple):
 
     @classmethod
     def of_flags(cls, flags: Sequence[int], dtype: torch.dtype, recipe: Recipe) -> GradsWanted:
-        """Decode `flags` for a layer with this recipe."""
+        """Decode the result of `flags` for a layer with this recipe. `shape` is not encoded, and becomes None."""
         used, dx = tuple([i for i, each in enumerate(flags[1:]) if each]), bool(flags[0])
         dw, db = (tuple([bool(flags[1 + i] & bit) for i in used]) for bit in (2, 4))
         return cls(used, dx, dw, db, dtype, reads_w(recipe, dx, any(dw)))

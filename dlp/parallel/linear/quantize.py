@@ -74,9 +74,9 @@ def quantize(
 class Quantized(NamedTuple):
     """x or dy after the casts.
 
-    rowwise, columnwise   an operand on this rank; if the operand is gathered, `rowwise` is the gather that has started, and
-                          `columnwise` a function that waits for the gather; None: this orientation was not requested
-    own                   the operands that were cast from the tokens of this rank
+    rowwise      the operand, or the started gather of its codes; None: this orientation was not requested
+    columnwise   the operand, or a function that waits for a gather and returns the operand; None: it was not requested
+    own          the operands that were cast from the tokens of this rank, before gathers
     """
 
     rowwise: Rowwise | None

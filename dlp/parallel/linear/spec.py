@@ -220,7 +220,7 @@ class LinearSpec:
 
 def check_recipe(layer: str, gathers: str | None, recipe: Recipe) -> None:
     """Raise ValueError if ranks would gather shards with different scales: the style gathers the operand `gathers` (None: no
-    operand), and the recipe does not share delayed scales over ranks."""
+    operand), and the recipe has delayed scales and does not share them over ranks (`reduce_amax`)."""
     delayed = any(caps_of(quantizer).slot is not None for quantizer in recipe.quantizers())
     if gathers is not None and delayed and not recipe.reduce_amax:
         raise ValueError(
@@ -292,7 +292,7 @@ def delayed_slots(recipe: Recipe, members: tuple[str, ...]) -> dict[str, tuple[s
                 for member in owners(members, tensor):
                     name = _slot_name(recipe, tensor, member, columnwise)
                     slots[name] = tensor, options
-                    if options.numbers == 2:  # the slot after `name` in the table, since amax options are equal
+                    if options.numbers == 2:  # follows `name` in the table, since both slots have equal amax options
                         slots[f"{name}.second"] = tensor, replace(options, numbers=1)
     return slots
 
@@ -309,8 +309,8 @@ def spec_of(trace_id: int) -> LinearSpec:
 
 
 def trace_of(spec: LinearSpec) -> int:
-    """Return the trace_id of a spec: a hash of style, recipe, tp, options and the sources of this package. For all specs with
-    equal trace_id, an op on inputs of equal shapes returns the same number of tensors, with the same shapes.
+    """Return the trace_id of a spec: a hash of style, recipe, tp, options and the sources of dlp. For all specs with equal
+    trace_id, an op on inputs of equal shapes returns the same number of tensors, with the same shapes.
 
     The trace_id is a hash and not a counter, because inductor uses such constants in the keys of the cache on disk: a process
     with other recipes, or with another version of this package, must not find a graph that was compiled for other shapes."""
@@ -324,6 +324,6 @@ def trace_of(spec: LinearSpec) -> int:
 
 @cache
 def _sources() -> bytes:
-    """Return a hash of the Python sources of this package."""
+    """Return a hash of the Python sources of dlp."""
     files = sorted(Path(__file__).parents[2].rglob("*.py"))
     return sha256(b"".join(file.read_bytes() for file in files)).digest()

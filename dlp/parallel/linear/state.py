@@ -5,7 +5,9 @@
     LayerState     the weights of a layer, the spec of the layer, and the specs of the layer in autocast regions
     LayerWeights   the weights of a layer: a `Weight` for each member, and the operands that the step boundary cast
 
-    LocalWeight     (weight/local.py)    the complete parameter is on this rank. The step boundary casts it, and forward and
+A `Weight` is one of:
+
+    LocalWeight     (weight/local.py)    FSDP does not manage the parameter. The step boundary casts it, and forward and
                                          backward read the operands; without a step boundary, each pass casts it
     ManagedWeight   (weight/fsdp2.py)    a LocalWeight whose parameter FSDP manages but does not shard, because dp_shard has one
                                          rank; the layer may see a copy of the parameter
@@ -13,8 +15,8 @@
     ShardedWeight   (weight/sharded.py)  FSDP shards the rows. Each rank casts its rows at the step boundary; passes gather
                                          the operands
 
-The step boundary casts all weights of a model together (`refresh`): their values are rounded to the dtype of activations
-(`Values`), then observed, agreed on and cast in one `CastBatch`.
+The step boundary casts all weights of a model together (`refresh`): the values are rounded to the dtype that casts read
+(`Values`); then one `CastBatch` observes the amaxes, lets ranks agree on them, and casts.
 
 The opaque ops take tensors and two identifiers. `spec_id`, an int64 tensor [], identifies the `BoundSpec` that a call runs.
 `trace_id`, an integer from `dlp.parallel.linear.spec.trace_of`, identifies all specs with results of equal shapes. For
@@ -83,7 +85,7 @@ class Swap:
 
     step     number of optimizer steps after which the recipe changes
     layers   names of the layers
-    asked    name or table of the new recipe, from which a resumed run repeats the change; None: a recipe object from Python
+    asked    name or dict of the new recipe, from which a resumed run repeats the change; None: a recipe object from Python
     said     the new recipe, as printed
     """
 
@@ -263,8 +265,8 @@ class BoundSpec:
         return found
 
     def kept_memory(self) -> list[Tensor]:
-        """Return the tensors, besides operands, that launches of this layer read and write. Their addresses do not change until
-        `calls` is cleared."""
+        """Return the tensors, besides inputs and results, that launches of this layer read and write. Their addresses do not
+        change until `calls` is cleared."""
         return [*self.session.kept_memory(self.spec), *mapped_memory()]
 
 
@@ -292,7 +294,7 @@ class LayerState:
     """State of one layer: weights and specs.
 
     bound      the `BoundSpec` of the layer outside of autocast regions
-    variants   the `BoundSpec` of the layer in autocast regions, by the arguments of the region
+    variants   the `BoundSpec` of the layer in autocast regions in which a layer of the model ran, by arguments of the region
     members    a `Member` for each weight: its module and parameter names
     weights    the `LayerWeights` of the layer
     ran_under  record of forwards in autocast regions and checkpoints (`dlp.parallel.linear.active.LayerRuns`)
@@ -327,7 +329,7 @@ class LayerState:
         return device
 
     def bounds(self) -> list[BoundSpec]:
-        """Return the bound spec of the layer, and its bound specs in autocast regions in which it has run."""
+        """Return the bound spec of the layer, and its bound specs for autocast regions (`variants`)."""
         return [self.bound, *self.variants.values()]
 
     def specs(self) -> list[LinearSpec]:
@@ -436,7 +438,8 @@ class Weight:
             check_blocks(spec.name, recipe, spec.style, stored.shape, spec.tp)
 
     def serves(self, spec: LinearSpec) -> bool:
-        """Whether passes under `spec`, the spec of an autocast region, can also read `parts`. Raises ValueError as `check`."""
+        """Whether passes under `spec`, the spec of an autocast region, can also read `parts`. Raises ValueError for a recipe
+        that `check` rejects, if only codes exist."""
         return False
 
     def drop(self, *, retyped: bool = False) -> None:
@@ -506,7 +509,7 @@ class LayerWeights:
             self.dtype = dtype
             for weight in self.members:
                 weight.drop(retyped=True)
-            # without `collect`, since torch.compile would guard on the tensor ids that it compares
+            # without `collect`, since torch.compile would guard on the tensor ids that `collect` compares
             if not all(weight.parts for weight in self.members):
                 self.parts = None
         return self.parts

@@ -123,7 +123,7 @@ class Flags:
 
 def bad_casts(names: Sequence[CastName | None], flags: Sequence[float]) -> list[tuple[int, CastName]]:
     """Return (index, name) of each flag that is NaN. `flags`: the value of each flag, in the order of `names`."""
-    found = enumerate(zip(names, flags, strict=False))  # flags may have been added since the copy
+    found = enumerate(zip(names, flags, strict=False))  # a layer may have added names since `flags` was copied
     return [(place, name) for place, (name, flag) in found if name is not None and math.isnan(flag)]
 
 
@@ -164,7 +164,7 @@ class PassState:
     groups       the process groups of this rank, by axis of the mesh
 
     The table of scales is created when it is first needed. The table has slots for every layer of the model, whether or not the
-    layer runs on this rank, so that tables are equal on all ranks, and one all-reduce of `staging` agrees on all amaxes.
+    layer runs on this rank, so that tables are equal on all ranks, and one all-reduce agrees on all amaxes.
     Scales change at the step boundary. Under `autocast` without a step boundary, the scales of x, w and y change when the
     region ends, and the scales of dy and dx at the end of the backward of the layers that ran in the region.
     """
@@ -197,7 +197,7 @@ class PassState:
         self.graphed: set[tuple[str, ...]] = set()  # layers that are captured in a CUDA graph, by members
         self._task: int | None = None  # id of the backward at whose end the scales of dy and dx will be updated
         self.before_gather: Callable[..., None] | None = (
-            None  # called before a gather, with the arguments of `check_gathered`
+            None  # called before a gather, with the arguments of `dlp.parallel.model.checks.check_gathered`
         )
         # Raises RuntimeError in a backward of a layer whose partial gradients would not be summed.
         self.check_gradients: Callable[[], None] | None = None
@@ -304,7 +304,7 @@ class PassState:
             return torch.zeros((), dtype=torch.int64, device=self.device)
 
     def kept_memory(self, spec: LinearSpec) -> list[Tensor]:
-        """Return the tensors, besides operands, that launches of a layer read and write. Their addresses do not change until
+        """Return the tensors of this state that launches of a layer read and write. Their addresses do not change until
         `rebuild`."""
         kept = [*self.flags.now, *(self.scaling.memory if spec.slots else ())]
         return [*kept, self.counter] if spec.draws else kept

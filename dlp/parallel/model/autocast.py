@@ -100,8 +100,8 @@ class RecipeRegion(Region):
 
     @property
     def quantizes_nothing(self) -> bool:
-        """Whether the region is enabled without a recipe, and all layers that ran in the region have recipes without
-        quantization."""
+        """Whether the region is enabled without a recipe, at least one layer ran in the region, and no recipe of these layers
+        quantizes."""
         own = self.enabled and self.recipe is None and bool(self.resolved)
         return own and all(quantizes_nothing(bound.spec.recipe) for bound in self.resolved)
 

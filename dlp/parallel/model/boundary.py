@@ -1,8 +1,9 @@
 """The step boundary: after each optimizer step, update delayed scales, apply scheduled recipe changes and cast weights.
 
-    before a step   check that no backward is running, no weight was changed since its cast without a new version, no wgrad is
-                    delayed, partial gradients are summed, and replicas of parameters are equal
-    step            if the optimizer gets a closure: cast the weights before each evaluation of the closure; all of these checks
+    before a step   check that no backward is running; that no weight was changed since its cast without an increment of its
+                    version counter; that no delayed wgrad waits; that partial gradients are summed; and that replicas of
+                    parameters are equal
+    step            if the optimizer gets a closure: cast the weights before each evaluation of the closure; all checks above
                     but the first then run after each evaluation, not before the step
     after a step    bump the version counters of parameters, so that a backward that still needs old values raises; then run the
                     boundary in this order:
@@ -10,16 +11,17 @@
       statistics      keep the statistics of this step's casts for `read_stats`
       scales          all-reduce the amaxes of all microbatches once, then update all delayed scales
       recipe changes  apply all changes that are due; before the casts, so that no weight is cast for its old recipe
-      casts           cast all weights in one batch, with one all-reduce of amaxes: weights that FSDP does not shard in both
-                      orientations into persistent operands, other weights as this rank's FSDP shards
+      casts           cast all weights in one batch, with one all-reduce of amaxes. A weight that FSDP
+                      does not shard is cast in both orientations, into persistent operands; of other weights each rank casts
+                      the FSDP shard
 
 `attach` installs the boundary as a post-hook of the optimizer's step; `end_step` runs the boundary directly. Without a boundary
 nothing is kept between calls, and each forward and backward casts the weights that it uses.
 
-**Recipe changes**: `set_recipe` changes the recipes of chosen layers, at once or on a schedule. Only these layers get a new
-spec, which the next forward uses; a forward whose backward has not run yet keeps the old spec. Delayed scales of the old recipe
-are dropped, scales of the new recipe start without history, and all other scales stay. The session lists the changes that were
-made, for checkpoints and logs.
+**Recipe changes**: `set_recipe` changes the recipes of layers at once; `schedule` at a later boundary. Only these layers get a
+new spec, which the next forward uses; a forward whose backward has not run yet keeps the old spec. Delayed scales of the old
+recipe are dropped, scales of the new recipe start without history, and all other scales stay. The session lists the changes
+that were made, for checkpoints and logs.
 
 **Statistics** of casts (`dlp.quant.stats`) are a recipe change as well: the new recipe wraps the layer's recipe, and the
 quantizers of the new recipe measure while they cast:
@@ -121,8 +123,8 @@ def attach(
     Afterwards FSDP gathers weights as the step boundary quantized them (see `dlp.fully_shard`). A step raises RuntimeError
     inside a backward, when tp-partial gradients were not summed, and when delayed wgrads wait (see `dlp.backward_dw`). The
     first ten steps, and then every hundredth, also raise RuntimeError when replicas of a parameter differ between ranks, and
-    when a weight was changed in a way that torch's version counters do not show. In the first step all ranks must run the same
-    forwards.
+    when sampled values of a weight were changed in a way that torch's version counters do not show. In the first step all ranks
+    must run the same forwards.
 
     Args:
         model: module that `dlp.convert` was called with, or a module around it.
@@ -212,7 +214,7 @@ def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch) -> No
 class AttachedOptimizer:
     """Step hooks of one attached optimizer.
 
-    fsdp     FSDP2's records of the parameters of the model
+    fsdp     one `Managed` for each parameter of the model that FSDP2 manages
     recast   function that casts the current weights of the model
     end      function that runs the step boundary
     """
@@ -255,7 +257,7 @@ class AttachedOptimizer:
 
 
 def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:
-    """Return FSDP2's record of each weight of each layer; None for a weight that FSDP2 does not manage."""
+    """Map each layer to a list with one entry for each weight: its `Managed`, or None if FSDP2 does not manage the weight."""
     found = {(id(module), name): record for module, name, record in managed(model)}
     return {core: [found.get((id(m.module), m.weight)) for m in core.members] for core in cores(model)}
 
@@ -368,7 +370,7 @@ def set_recipe(model: nn.Module, pattern: str, recipe: Any) -> Swap:
         recipe: name of a recipe, a dict {"name": ..., option: value}, a `Recipe` or a `CustomRecipe`.
 
     Returns:
-        A record of the change: step, layers and recipe.
+        The change as a `Swap`: step, layers and recipe.
 
     Raises:
         ValueError: before anything is changed, for a pattern that matches no layer or only some of a set of siblings, a recipe
@@ -500,7 +502,7 @@ def check_siblings(core: LinearCore, modules: Mapping[str, ParallelLinear], chos
 
 
 def _apply(model: nn.Module, swap: Swap, resolved: Any) -> Swap:
-    """Apply a recipe change now, and record the change in the session."""
+    """Apply a recipe change now, and append the change to `session.swaps`."""
     specs, session = _new_specs(model, swap.layers, resolved), _session(model, swap.layers)
     session.check_not_graphed(core for core, _ in specs)
     for core, spec in specs:

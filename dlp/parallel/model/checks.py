@@ -1,4 +1,4 @@
-"""Checks for errors that would otherwise stay silent. Each check raises an error that names the tensor.
+"""Checks for errors that would otherwise stay silent. Errors and log lines name the tensor.
 
     compare, check_gathered   find scales that differ between ranks although all ranks must have equal scales
     StaleWeights              finds weights that changed without a step of an attached optimizer, so that their casts are old
@@ -60,7 +60,7 @@ def looks(step: int) -> bool:
 
 
 def compare(scales: Named, group: ProcessGroup) -> None:
-    """Raise RuntimeError on all ranks of `group` unless these numbers have equal bits on all ranks."""
+    """Raise RuntimeError on all ranks of `group` unless `scales`, as fp32, have equal bits on all ranks."""
     if group.size() == 1 or not scales:
         return
     bits = torch.cat([tensor.detach().reshape(-1).float() for tensor in scales.values()]).view(torch.int32)
@@ -95,7 +95,8 @@ def not_sent(mine: QuantizedTensor, dim: int) -> Named:
 
 
 def _mark(parameter: Any) -> Mark:
-    """Return numbers that change if a parameter is replaced, or if an in-place operation of torch changes the parameter."""
+    """Return numbers that change if a parameter or its memory is replaced, or if an in-place operation of torch changes the
+    parameter."""
     tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     return id(parameter), parameter._version, tensor._version, tensor.data_ptr()
 

@@ -1,7 +1,7 @@
 """Context parallelism: each rank of cp has a part of every sequence, and attention gathers the keys and values of all ranks.
 
-    sequence    2R equal chunks for R ranks; rank r has chunks r and 2R-1-r, so that causal attention costs every rank
-                the same: (r + 1) + (2R - r) chunks of keys
+    sequence    S tokens in 2R equal chunks for R ranks; rank r has chunks r and 2R-1-r, so that causal attention costs
+                every rank the same: (r + 1) + (2R - r) chunks of keys
 
                 R = 2    rank 0: chunks 0, 3        rank 1: chunks 1, 2
 
@@ -13,7 +13,8 @@ Positions, the order of gathered tokens and the last key of each query chunk fol
 a transformer compute tokens independently of each other. For weights, ranks of cp are data-parallel: `dlp.fully_shard` sums the
 gradients.
 
-torch's own context parallelism (torch.distributed.tensor.experimental) registers attention kernels of GPUs only.
+torch's own context parallelism (torch.distributed.tensor.experimental) is not used, because it registers attention kernels of
+GPUs only, and dlp also runs on CPUs.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Context:
     group: ProcessGroup | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.ranks > 1:  # dynamo cannot trace the choice of an attention backend in `causal`
+        # dynamo cannot trace the choice of a backend in `causal`, so `causal` becomes one call in dynamo's graph
+        if self.ranks > 1:
             torch.compiler.allow_in_graph(causal)
 
     @classmethod

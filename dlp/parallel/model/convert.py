@@ -94,7 +94,7 @@ class _Target:
         module._parameters[key] = self.shared[id(old)]
 
     def inside(self, plan: Plan, name: str) -> tuple[nn.Module, ...]:
-        """Return the modules with parameters in the left-out module `name`, including itself; () for other modules."""
+        """Return the left-out module `name` and all modules in it, as far as they have parameters; () for other modules."""
         return tuple(self.model.get_submodule(each) for each in plan.left_out.get(name, ()))
 
 
@@ -343,7 +343,7 @@ class ReplicatedMixin(SpreadModule):
         self._check_tokens(x)
         held, before = dict(self._parameters), None if self.tp_sums is None else self.tp_sums.check_announced
         for name, parameter in held.items():
-            if isinstance(parameter, DTensor):  # a plain tensor if a left-out module around this module has replaced it
+            if isinstance(parameter, DTensor):  # not a DTensor if a left-out module around this module has replaced it
                 self._parameters[name] = local(parameter, self.layer_name, before=before)
         try:
             if self.segments is not None:
@@ -358,7 +358,7 @@ class ReplicatedMixin(SpreadModule):
         """Raise ValueError if a module without sequence parallelism is called with features of token shards, or a module with
         sequence parallelism is not called with token shards.
 
-        x: first tensor argument, features [M/tp, H] or, for embeddings, token ids [M/tp]."""
+        x: first tensor argument. A token shard of a microbatch of M tokens is [M/tp, H], or [M/tp] for token ids."""
         if self.token_rows is None or x is None:
             return
         features = x.is_floating_point()
@@ -470,7 +470,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def save_whole(model: nn.Module) -> None:
     """Let the model's `save_pretrained`, if it exists, write full tensors on rank 0. All ranks call `save_pretrained`."""
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]  # deepcopy copies `model`
+        # A partial: deepcopy of the model then also replaces `model` in the arguments by the copy
+        model.save_pretrained = partial(_save_pretrained, model)  # type: ignore[assignment]
 
 
 def _save_pretrained(

@@ -266,8 +266,8 @@ def gather_tokens(x: Tensor, tp: DeviceMesh | ProcessGroup) -> Tensor:
 class _CrossEntropy(torch.autograd.Function):
     """Compute the sum over tokens of counts * (lse - logits[target] + z_loss * lse^2), where lse = logsumexp(logits).
 
-    `counts`, fp32 [M], is 0 for an ignored token, NaN for a target outside of the vocabulary, else 1. Saves the logits and two
-    fp32 numbers per token."""
+    `counts`, fp32 [M], is 0 for an ignored token, NaN for a target outside of the vocabulary, else 1. Saves the logits, and
+    per token the local index of the target (int64) and two fp32 numbers."""
 
     @staticmethod
     def forward(
@@ -324,8 +324,8 @@ def cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Return the cross entropy summed over tokens, for logits whose vocabulary is sharded over tp.
 
-    The sum is in nats and equal on all tp ranks. Divide by the global number of tokens that count. fp32 logits are not stored,
-    except on a CPU for a chunk of tokens at a time.
+    The sum is in nats and equal on all tp ranks. Divide by the global number of tokens that are not ignored. fp32 logits are
+    not stored, except on a CPU for a chunk of tokens at a time.
 
     Args:
         logits: output of a column-parallel head, any floating dtype.

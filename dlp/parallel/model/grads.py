@@ -15,7 +15,7 @@ gradients of these parameters when a backward begins:
     rank 1   0 + p1 ┴ sum ──► T + p0 + p1 on both          T: the total so far, p: this backward's contributions
 
 The sum is queued when a backward reaches an output of the model. If a backward reaches no output of the model, or
-`torch.autograd.grad` returns the gradients, the first partial gradient raises RuntimeError.
+`torch.autograd.grad` returns the gradients, the backward raises RuntimeError.
 
 All other replicated parameters should get equal gradients on all tp ranks; `dlp.parallel.model.replicas` compares them.
 
@@ -89,7 +89,7 @@ class PartialGradients:
     """Sum the partial gradients of a model over the tp group at the end of each backward.
 
     slots     parameters with partial gradients; the attribute `tp_sums` of their modules is this object
-    fsdp      (id of the module, name of the parameter) -> FSDP2's record of the parameter; `dlp.fully_shard` adds records
+    fsdp      (id of the module, name of the parameter) -> `Managed`; filled by `dlp.fully_shard` or the first forward
     num_sums  number of backwards at whose end partial gradients were summed, even if there were none
     """
 
@@ -262,8 +262,8 @@ class PartialGradients:
                 set_grad(parameter, total.view(local_tensor(parameter).shape).to(parameter.dtype))
 
     def _words(self, there: tuple[bool, ...], device: torch.device) -> Tensor:
-        """Return fp32 flags on the device: 1 for each gradient that this rank has, else 0. Flags are cached, so that equal
-        backwards copy nothing to the device."""
+        """Return fp32 flags on the device: 1 for each gradient that this rank has, else 0. Flags are cached, so that
+        later backwards with the same gradients copy nothing to the device."""
         if there not in self._there:
             self._there[there] = torch.tensor(there, dtype=torch.float32, device=device)
         return self._there[there]

@@ -43,7 +43,7 @@ class CapturedStep(Generic[Result]):
         torch.cuda.synchronize()
         current = torch.cuda.current_stream()
         stream = None if current == torch.cuda.default_stream() else current  # None: torch uses a side stream
-        mode = "thread_local"  # threads that watch process groups may call CUDA functions
+        mode = "thread_local"  # threads that watch process groups may call CUDA functions during the capture
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode=mode):
             self._result = work(tree_unflatten(self._leaves, self._form))
 
@@ -181,7 +181,7 @@ class GraphedStep(Generic[Result]):
 
     @property
     def captured(self) -> bool:
-        """Whether the next call replays a graph, unless a recipe change is due."""
+        """Whether there is a graph. The next call replays the graph, unless a recipe change is due."""
         return self._replays.captured
 
     def reset(self) -> None:

@@ -10,7 +10,7 @@ tree (`dlp.kernels.canonical`), called "the tree" in this file. A mesh changes o
                       g x D + d. For each g, FSDP adds the gradients of the D ranks by the tree; `GradientTree` adds the
                       sums of successive g
 
-`check_plan` raises ValueError for a layer that cannot be invariant.
+`check_plan` raises ValueError for a module that cannot be invariant.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ CHECKS: dict[str, Callable[[], None]] = {"cpu": check_threads, "cuda": check_det
 
 def check_plan(plan: Plan, model: nn.Module, batch: tuple[int, int] | None) -> Plan:
     """Return the plan with the settings of an invariant model: amax_scope "all", so that ranks agree on each amax whose scale
-    covers values of several ranks, and strategy "serial". Raises ValueError for a layer that cannot be invariant."""
+    covers values of several ranks, and strategy "serial". Raises ValueError for a module that cannot be invariant."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith("dlp.ops"):
             raise ValueError(
@@ -172,7 +172,8 @@ def _refused(row: LayerPlan, recipe: Recipe) -> str | None:
 
 
 class _Fan(torch.autograd.Function):
-    """Return `count` views of a parameter. Backward adds their gradients by the tree, then over the ranks of `group`."""
+    """Return `count` views of a parameter. Backward adds the gradients of the views by the tree, and the result over the ranks
+    of `group`."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, count: int, group: ProcessGroup | None) -> tuple[Tensor, ...]:
@@ -209,7 +210,7 @@ class Segments:
         held        this rank's local tensors of these parameters
 
         Raises ValueError unless `inputs` is one tensor, for parameters that do not have one value per feature if heads are
-        divided, and in the first call if the result on segments differs from the result on all tokens."""
+        divided, and in the first call if `_check` fails."""
         if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
             raise ValueError(
                 f"invariant = true: {self.name} must be called with one tensor; got {len(inputs)} arguments"
@@ -237,7 +238,8 @@ class Segments:
 
     @torch.no_grad()
     def _check(self, forward: Callable[..., Tensor], matrix: Tensor, y: Tensor) -> None:
-        """Raise ValueError for a module whose result on segments differs from the result on all tokens."""
+        """Raise ValueError for a module whose result `y` on segments differs by more than a tolerance from the result on all
+        tokens."""
         whole = forward(matrix)
         if whole.shape != y.shape or not torch.allclose(whole.float(), y.float(), rtol=0.02, atol=1e-3, equal_nan=True):
             raise ValueError(
@@ -388,7 +390,8 @@ def _check_units(model: nn.Module) -> None:
 
 
 def _checksum(grad: Tensor) -> int:
-    """Return a checksum that detects changes of a gradient. The version counter of a DTensor does not count all changes."""
+    """Return a checksum that detects changes of a gradient. A version counter does not suffice: for a DTensor it does not count
+    all changes."""
     return int(checksums(grad))
 
 

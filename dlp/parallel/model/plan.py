@@ -1,6 +1,6 @@
 """The plan: a printable record of the conversion of each layer, decided and checked from the model without ranks.
 
-    Plan           rows of layers (`dlp.parallel.model.rows`), other modules and parameters; printed as tables
+    Plan           rows (`dlp.parallel.model.rows`) of linears, other modules and parameters; `print` shows the first two
     make_plan      modules and groups ──► rows ──► checks that rows fit each other
     check_flow     checks that the styles of layers fit each other
 
@@ -54,7 +54,7 @@ from dlp.quant.recipe import GEMMS
 
 @dataclass(frozen=True)
 class Plan:
-    """Record of every decision of a conversion; `print(plan)` shows tables in which equal blocks share a row.
+    """Every decision of a conversion; `print(plan)` shows tables in which equal consecutive children of a container share rows.
 
     Args:
         layers: one row for each linear.
@@ -62,7 +62,7 @@ class Plan:
         tp: number of tensor-parallel ranks.
         device_type: "cpu", "cuda", or a kind of `dlp.quant.gemm.DEVICES`.
         weights: one entry for each parameter.
-        left_out: name of each left-out module -> names of the modules with parameters in it, including itself.
+        left_out: name of each left-out module -> names of this module and the modules in it, as far as they have parameters.
         warnings: recipes that groups set for modules other than linears, and nvfp4 in the last block of a model.
         times: measured times from which overlap = "auto" was decided; None: there were none.
         invariant: whether results are bitwise equal on every mesh.
@@ -352,9 +352,10 @@ def _check_features(block: str, rows: Sequence[LayerPlan]) -> None:
 
 
 def _check_tokens(block: str, rows: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> None:
-    """Raise ValueError for a block whose row layers differ in sequence_parallel from each other or from their column layers.
-    Raise ValueError also for a block of several linears that all work on token shards without a gather, unless one group sets
-    both style and sequence_parallel of these linears."""
+    """Raise ValueError for a block whose row layers differ in sequence_parallel from each other, or in which a row layer
+    differs from all of its column layers (`_partners`).
+    Raise ValueError also for a block of several linears that all work on token shards without a gather, unless for each linear
+    one group sets both style and sequence_parallel."""
     takes = [row for row in rows if row.style == "row"]
     for row in takes:
         near = _partners(row, rows)

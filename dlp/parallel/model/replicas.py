@@ -42,7 +42,8 @@ from dlp.parallel.weight.parameters import is_placeholder
 
 Groups = Mapping[str, ProcessGroup]
 PARTS = 8  # number of consecutive parts, and of interleaved parts, whose sums a digest holds
-SAMPLE = 1024  # number of values of a parameter that are compared before a checkpoint
+# Minimum number of values of a parameter that are compared before a checkpoint; smaller parameters are compared completely
+SAMPLE = 1024
 TOLERANCE = 1e-2  # for gradients, and for samples before a checkpoint: largest accepted difference relative to the norm
 DRIFT = 1e-3  # for values: largest accepted difference relative to the change since the last comparison
 # Differences that rounding explains, relative to the root mean square of the values
@@ -112,8 +113,8 @@ class Replicas:
         return [name for name, p in parameters.items() if is_replicated(p, axis) and (axis, name) not in self._own]
 
     def _compare_gradients(self, parameters: Mapping[str, Tensor], group: ProcessGroup) -> None:
-        """Compare over tp the gradients of parameters that have not had a nonzero gradient before. Raises RuntimeError if they
-        differ."""
+        """Compare over tp the gradients of parameters that have not had a nonzero gradient before. Raises RuntimeError if
+        gradients differ."""
         if self._unseen is None:
             self._unseen = dict.fromkeys(n for n in self._on(TP, parameters) if n not in self._partial)
         found = {n: parameters[n] for n in self._unseen if n in parameters and parameters[n].requires_grad}
@@ -135,8 +136,8 @@ class Replicas:
         self, parameters: Mapping[str, Tensor], digests: Mapping[str, Tensor], changes: Mapping[str, Tensor], step: int,
         first: bool,
     ) -> None:  # fmt: skip
-        """Compare changes since the last comparison; the first comparison compares the values. Raises RuntimeError if they
-        differ."""
+        """Compare the changes of digests since the last comparison; the first comparison compares the digests. Raises
+        RuntimeError on all ranks if the digests or changes of a parameter differ."""
         for axis, group in self.groups.items():
             names = self._on(axis, parameters)
             if not names:
@@ -147,7 +148,7 @@ class Replicas:
             rounding = torch.stack([_rounding(parameters[name], digests[name]) for name in names])
             drifts = (spread > torch.maximum(DRIFT * moved, rounding)).float()
             with observer.label(layer=CHECKS):
-                for each in self.groups.values():  # ranks that hold other shards of the parameter raise as well
+                for each in self.groups.values():  # so that ranks that hold other shards raise as well
                     (drifts,) = agree([drifts], each)
             worst = next((name for name, drift in zip(names, drifts.tolist(), strict=True) if drift), None)
             if worst is not None:
@@ -208,13 +209,13 @@ def digest(tensors: Iterable[Tensor], absent: Sequence[bool] | None = None) -> T
 
 @torch.no_grad()
 def gather(rows: Sequence[Tensor], group: ProcessGroup) -> Tensor:
-    """Return the digests of all ranks of the group, fp32 [R, tensors, numbers]."""
+    """Return the rows of all R ranks of the group, one row of numbers for each tensor, fp32 [R, tensors, numbers]."""
     return gather_compared(torch.stack(list(rows)).float(), group)
 
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, groups: Groups) -> None:
-    """Compare about SAMPLE values of each replicated DTensor over each axis. All ranks call this function.
+    """Compare samples of each replicated DTensor (`evenly` with SAMPLE) over each axis. All ranks call this function.
 
     Raises RuntimeError naming the first parameter whose replicas differ by more than TOLERANCE of the norm."""
     for axis, group in wide(groups).items():

@@ -5,7 +5,7 @@
     OtherPlan       any other module with parameters
     ParameterPlan   a parameter: the shape on a tp rank, and whether the gradient on a tp rank is partial
 
-The notes of a layer list deviations from the recipe: an operand is gathered in high precision, a GEMM decodes an operand
+Most notes of a layer are about deviations from the recipe: an operand is gathered in high precision, a GEMM decodes an operand
 because the other operand is not quantized, results are rounded, or codes depend on tp although `amax_scope="all"`.
 `support_note` describes how the device runs a recipe.
 """
@@ -318,7 +318,7 @@ def plan_other(name: str, module: nn.Module, chosen: Resolved, tp: int) -> Other
             f"{name}: style {chosen.style!r} is for linears; {type(module).__name__} is replicated: set 'column' if "
             f"the module reads features that are sharded over tp, else 'local'"
         )
-    reads_cut = chosen.style == "column"  # such a module reads the output of a column-parallel linear: all tokens
+    reads_cut = chosen.style == "column"  # x of this module: all tokens, with features sharded over tp
     style = "left out" if chosen.convert is False else "replicated"
     return OtherPlan(name, type(module).__name__, style, sequence_parallel and not reads_cut, count, reads_cut)
 
@@ -412,8 +412,8 @@ def _travel(recipe: Recipe, style: ParallelStyle, tokens: int | None) -> Iterato
 
 
 def scope_notes(recipe: Recipe, style: ParallelStyle, local: tuple[int, int], tokens: int | None) -> Iterator[str]:
-    """Yield a note for each operand whose codes depend on tp although `amax_scope="all"`: a block that tp splits gets other
-    scales than on one rank.
+    """Yield a note for each operand whose codes depend on tp although `amax_scope="all"`: a scaling block that tp splits gets
+    other scales than on one rank.
 
     local: (N, K) of w on a rank. tokens: number of tokens on a rank; None: not known."""
     if recipe.amax_scope != "all":

@@ -1,4 +1,5 @@
 """Session: the `StepState` of the layers of one model, with the hooks of the model and of its optimizers.
+Attributes of a session:
 
     steps       optimizer steps so far
     swaps       recipe changes that were made
@@ -97,9 +98,9 @@ class Session(StepState):
             self.lockstep.forward((args, kwargs), self.cores[0].device, is_sharded(model))
 
     def before_forward(self, model: nn.Module, args: Any) -> None:
-        """Forward pre-hook of the session's model: call `at_first_forward`, and count the microbatch for stochastic rounding.
-        If an optimizer is attached, also drop casts of changed weights, and check samples of the weights if gradients are
-        disabled."""
+        """Forward pre-hook of the session's model: call `at_first_forward`, count the microbatch for stochastic rounding, and
+        decide whether statistics count this forward. If an optimizer is attached, also drop casts of changed weights, and check
+        samples of the weights if gradients are disabled."""
         if self.at_first_forward is not None and not torch.compiler.is_dynamo_compiling():
             look, self.at_first_forward = self.at_first_forward, None
             look(model)
@@ -366,7 +367,7 @@ def without_effects(session: Session) -> Iterator[None]:
             for memory, before in kept:
                 memory.copy_(before)
             for flags in session.flags.now:
-                if flags.data_ptr() not in known:  # tensors that were allocated inside the context
+                if flags.data_ptr() not in known:  # allocated inside the context: the earlier value is 0
                     flags.zero_()
 
 

@@ -185,8 +185,8 @@ def _is_valid(values: Tensor, kind: str) -> bool:
 
 
 def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
-    """Parse the saved recipe changes. Raises ValueError for bytes that are no such JSON, and for a change to a recipe from a
-    Python file that `recipe_files` does not list."""
+    """Parse the saved recipe changes. Raises ValueError for bytes that are not JSON of recipe changes, and for a change to a
+    recipe from a Python file that `recipe_files` does not list."""
     try:
         swaps = [Swap(**{**each, "layers": tuple(each["layers"])}) for each in json.loads(bytes(saved.tolist()))]
     except (ValueError, TypeError, KeyError) as error:
@@ -204,7 +204,9 @@ def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
 
 
 class NamedSession(NamedTuple):
-    """A session and `members`: name of a layer in the session -> name in the state dict; None: the names are equal."""
+    """A session with the names of its layers in the state dict.
+
+    `members`: name of a layer in the session -> name in the state dict; None: the names are equal."""
 
     session: StepState
     members: Mapping[str, str] | None = None
@@ -235,7 +237,7 @@ def _sessions(model: nn.Module) -> list[NamedSession]:
 
 
 def _load_slots(named: NamedSession, state: SlotState) -> list[str]:
-    """Load the slots of the session that the checkpoint has with fitting options. Returns lines for the log about slots of the
+    """Load each slot of the session that the checkpoint has with equal options. Returns lines for the log about slots of the
     session that start without history, or for which the checkpoint has no target.
 
     Slots of autocast regions stay in `session.loaded` until a forward runs in the region."""

@@ -6,10 +6,10 @@
     other, with parameters       replicated on tp; its forward reads plain tensors
     convert = false              left out: the module and all modules in it are replicated, too
 
-The attribute `dlp_made` of dlp's modules is "by hand" (constructed explicitly), "by convert", or "vocabulary" (an explicitly
-constructed embedding); so this file need not import the layers. A module that reads parameters of another module would read
-DTensors. Known classes of such modules are rejected by name; for others, the error that a forward raises gets a
-note (`explain`).
+The attribute `dlp_made` of dlp's modules is "by hand" (constructed explicitly), "by convert", or "vocabulary" (a
+`VocabParallelEmbedding`). This file reads the attribute and need not import the classes. A module that reads parameters of
+another module would read DTensors. Known classes of such modules are rejected by name; for others, the error that a forward
+raises gets a note (`explain`).
 
 `guard` and `check_no_fsdp1` reject torch features that a converted or attached model does not support:
 
@@ -102,8 +102,8 @@ def _owns_parameters(module: nn.Module) -> bool:
 
 
 def left_out(model: nn.Module, left: set[str], treated: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
-    """Map each left-out module that has a forward to the modules with parameters in it, including itself. `left`: names of
-    left-out modules with parameters; `treated`: all modules with parameters, by name."""
+    """Map the name of each left-out module that has a forward to the names of this module and of all modules in it, as far as
+    they have parameters. `left`: names of left-out modules with parameters; `treated`: all modules with parameters, by name."""
     names = {id(module): name for name, module in treated.items()}
     found = {}
     for name, module in model.named_modules():

@@ -135,7 +135,7 @@ class Overlap(Protocol):
         ...
 
     def seconds(self, work: Work) -> float:
-        """Predict the time in seconds until the work and `work.behind` are done.
+        """Predict the time in seconds until the GEMMs, the transfer and the next GEMM (`work.behind`) are done.
 
         The method is optional: without it, `overlap = "auto"` chooses the strategy only for layers that were measured."""
         ...
@@ -143,7 +143,8 @@ class Overlap(Protocol):
 
 @cache
 def names() -> tuple[str, ...]:
-    """Return the names of all strategies, sorted. The folder is listed once, since tables of times call `load` often."""
+    """Return the names of all strategies, sorted. The folder is listed only once, since reading a table of times calls `load`
+    for every entry."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 
 

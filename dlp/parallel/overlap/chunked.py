@@ -6,9 +6,9 @@
 
 If A is gathered, the GEMM runs on this rank's rows first, then on the shards of rank - 1, rank - 2 and so on. With sends and
 receives, the GEMM on a shard waits for this shard alone; with mapped memory, for shards (or pieces) of all other ranks. If the
-result is summed over ranks, the rows of one other rank after the other are computed and sent immediately, and this rank's rows
-are computed last; contributions are summed in fp32 in rank order, as in `serial`. If shards concatenate along the contraction
-dimension (in wgrad), they are sent in the same way, and one GEMM runs when all shards have arrived.
+result is summed over ranks, each rank computes the rows that rank + 1 sums and sends them at once, then the rows for rank + 2
+and so on, and its own rows last; contributions are summed in fp32 in rank order, as in `serial`. If shards concatenate along
+the contraction dimension (in wgrad), they are sent in the same way, and one GEMM runs when all shards have arrived.
 
 `chunked:2` splits the transfer to or from each other rank into two pieces (`pieces`), so that the first GEMM or the first send
 begins earlier; `chunked` is `chunked:1`. The rows of this rank are one GEMM, and a contraction dimension is not split. A piece
@@ -52,7 +52,7 @@ class Shards(Protocol):
     """Shards of all ranks that are being gathered."""
 
     def of(self, rank: int, piece: int) -> QuantizedTensor:
-        """Shard of `rank`. The current stream waits for pieces 0 to `piece`."""
+        """Return the shard of `rank`. The current stream waits at least for pieces 0 to `piece` of this shard."""
         ...
 
     def whole(self) -> QuantizedTensor: ...

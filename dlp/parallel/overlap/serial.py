@@ -102,7 +102,7 @@ class Serial:
 
 
 def _chunks(y: Tensor, ranks: int, reduce: str) -> Tensor:
-    """Split y [M, N] into R chunks, [R, ...]: rank r sums the chunks r of all ranks."""
+    """Split y [M, N] into R chunks, [R, ...], one for each of `ranks` ranks: rank r sums the chunks r of all ranks."""
     return collectives.shares(y, ranks) if reduce == "all" else y.unflatten(0, (ranks, -1))
 
 

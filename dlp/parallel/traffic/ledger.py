@@ -62,7 +62,7 @@ class Ledger:
         Raises LedgerError on all ranks if the bytes of any rank differ."""
         with self.counter() as seen:
             yield seen
-        for key in [key for key in seen.sent if key.layer == observer.CHECKS]:  # no plan predicts these bytes
+        for key in [key for key in seen.sent if key.layer == observer.CHECKS]:  # not predicted, so not compared
             del seen.sent[key]
         self.last = seen
         counted = _account(seen.sent)
@@ -116,7 +116,8 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def activation_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of the last x of each layer that has run, by name of the layer; siblings have the name of the first."""
+    """Return the dtype of the last x of each layer that has run, by name of the layer; siblings have one entry, under the first
+    name."""
     dtypes = {core.spec.members[0]: core.weights.dtype for core in cores(model)}
     return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 

@@ -3,9 +3,13 @@
     plan      styles, recipes and shapes      ─┐
     Workload  mesh, microbatches, FSDP, dtypes ┴─► step_traffic ──► {Sent(group, layer, purpose, precision): bytes}
 
-    layers       gathers of x and dy and reductions of y and dx, from the `LinearPlan` of each layer; amax agreements of casts
+The prediction sums these parts:
+
+    linears      gathers of x and dy and reductions of y and dx, from the `LinearPlan` of each layer; amax agreements of casts
                  in passes
-    boundary     amax agreements of weights that FSDP does not shard; delayed scales; partial gradients
+    others       sums of vocab-parallel embeddings over tp; keys and values over cp
+    backward     sums of tp-partial gradients at the end
+    boundary     amax agreements of weights that FSDP does not shard; delayed scales
     FSDP         gathers of weights, rowwise in forward and columnwise in backward; gradients; amax agreements of shards
 
 Formats define the bytes of an operand and the parts that are gathered. Quantizers, called with meta tensors, define the amaxes
@@ -324,7 +328,7 @@ class LinearTraffic:
         return cast_plan(self.style, self.recipe, tensor, orientations, 0, own_group=own_group)
 
     def _routed(self, route: Route, features: Sequence[int], dtype: torch.dtype) -> Sends:
-        """Bytes of a route of x or dy: amax agreements of its casts, and gathers. `features`: columns of each matrix."""
+        """Bytes of a route of x or dy: amax agreements of casts, and gathers. `features`: number of columns of each matrix."""
         plan, tokens = self.plan, self.plan.rows(route.tensor)
         if route.before is not None:
             yield self._agreement(route.before, [(tokens, size) for size in features])
@@ -380,7 +384,7 @@ def linears_of(plan: Plan, load: Workload) -> Iterator[LinearTraffic]:
         shapes = [shard_sizes(row.row, *row.shape, load.ranks(TP), row.name) for row in members]
         cached = not by_fsdp and load.weight_cache == "step"
         at_use = [] if cached else [shapes]
-        if by_fsdp:  # each weight separately, unless its shards are already cast
+        if by_fsdp:  # each weight is cast separately in passes, unless FSDP gathers quantized shards
             with predicting(names[0]):
                 found = [weights.get(row.weight) for row in members]
                 at_use = [[s] for s, its in zip(shapes, found, strict=True) if not (its and travels_as(*its, load))]
@@ -438,7 +442,7 @@ def _delayed(plan: Plan, load: Workload) -> Sends:
 
 def _partial_gradients(plan: Plan, load: Workload) -> Sends:
     """Bytes of partial gradients, which are summed over tp in fp32 at the end of a backward, with one flag per parameter for
-    whether it has a gradient. Under FSDP only backwards that reduce gradients sum them."""
+    whether it has a gradient. Under FSDP only backwards that reduce gradients sum partial gradients."""
     partial = [p for p in plan.weights if p.partial]
     if not partial:
         return
@@ -460,7 +464,7 @@ def units_of(plan: Plan, load: Workload) -> dict[str, list[ParameterPlan]]:
 
 
 def linear_weights(plan: Plan) -> dict[str, tuple[LayerPlan, ParameterPlan]]:
-    """Return the row of the layer and the record of the parameter for each weight of a linear, by parameter name."""
+    """Map the parameter name of each weight of a linear to (row of the layer, row of the parameter)."""
     weights = {p.name: p for p in plan.weights}
     named = ((row.weight, row) for row in plan.layers)
     return {name: (row, weights[name]) for name, row in named if name in weights}

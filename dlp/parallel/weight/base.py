@@ -3,14 +3,16 @@
     rowwise     w [N, K]      operand of fprop
     columnwise  w.T [K, N]    operand of dgrad
 
-**Main gradients** (`MainGrad`): the wgrad GEMM accumulates dw into an existing gradient with beta = 1, instead of
-autograd.
+**Main gradients** (`MainGrad`): instead of autograd, the wgrad GEMM accumulates dw into an existing gradient, with beta = 1.
+The modes (`MAIN_GRADS`) are:
 
     off         the GEMM returns dw [N, K], and autograd adds dw to the parameter's `grad`
-    grad        autograd sets the first dw as the parameter's `grad`; if `grad` is fp32, the GEMM adds each further dw to `grad`
-    main_grad   the GEMM adds dw to the parameter's `main_grad`, fp32 or bf16, which the user allocates, as in Megatron-LM; with
-                the parameter's attribute `overwrite_main_grad`, dw replaces `main_grad`. `grad_added_to_main_grad` is then set
-                to True. With the attribute `zero_out_wgrad` autograd gets zeros, for hooks that wait for a gradient
+    grad        autograd sets the first dw as the parameter's `grad`; the GEMM adds each further dw to `grad`, if `grad` is fp32
+                and contiguous and the parameter has no hooks
+    main_grad   the GEMM adds dw to the parameter's `main_grad`, fp32 or bf16, which the user allocates, as in Megatron-LM, and
+                the parameter's attribute `grad_added_to_main_grad` is set to True. If the parameter's attribute
+                `overwrite_main_grad` is true, dw replaces `main_grad`. If `zero_out_wgrad` is true, autograd gets zeros, for
+                hooks that wait for a gradient
 
 An fp32 sum is bitwise equal to the sum that autograd computes, except for nvfp4 on a GPU, whose GEMM scales the product and
 adds it with one rounding, while autograd rounds twice. `torch.autograd.grad` always returns dw, and accumulates nothing.
@@ -90,7 +92,7 @@ class MainGrad:
         for an unsuitable `main_grad`."""
         parameter = self.parameter
         if self.mode == "grad":
-            if parameter._backward_hooks:  # hooks read the gradient that autograd passes on
+            if parameter._backward_hooks:  # autograd must get dw, since it passes dw to the hooks
                 return None
             grad = None if parameter.grad is None else _local(parameter.grad)
             fits = grad is not None and grad.dtype == torch.float32 and grad.is_contiguous()
@@ -107,7 +109,8 @@ class MainGrad:
         return Target(main, bool(getattr(parameter, "overwrite_main_grad", False)))
 
     def written(self) -> Tensor | None:
-        """Return the gradient that autograd gets after wgrad wrote dw: zeros if the parameter requests them, else None."""
+        """Return the gradient that autograd gets after wgrad wrote dw: None, or in mode "main_grad" zeros if the parameter
+        requests zeros. In mode "main_grad", also set `grad_added_to_main_grad`."""
         if self.mode == "grad":
             return None
         self.parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]

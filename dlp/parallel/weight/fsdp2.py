@@ -9,9 +9,9 @@ these methods, and state dicts, optimizers and checkpoints would have to unwrap 
     without hooks   FSDP gathers the values, in `mp_policy.param_dtype`
 
 With hooks the gathered parameter of a layer is a placeholder: it has shape and dtype of the weight, and autograd accumulates
-its gradient, but it has no memory, and torch calls that need values raise (`dlp.parallel.weight.parameters`). The layer reads
-codes and scales (`dlp.parallel.weight.sharded`). FSDP allocates and frees gathered memory, prefetches, reshards and reduces
-gradients as it does without hooks.
+its gradient, but it has memory for one element only, and torch calls that need values raise (`dlp.parallel.weight.parameters`).
+The layer reads codes and scales (`dlp.parallel.weight.sharded`). FSDP allocates and frees gathered memory, prefetches, reshards
+and reduces gradients as it does without hooks.
 
 `set_grad_wire` sets the format in which gradients are sent over dp_shard.
 
@@ -58,7 +58,7 @@ from dlp.parallel.weight.sharded import RowShards, ShardedWeight, ShardLayout
 
 @dataclass(frozen=True)
 class Gathering:
-    """Arguments of `fully_shard` for one FSDP unit.
+    """Settings of one FSDP unit, which `fully_shard` stores in the module for `dlp.attach`.
 
     group         the group over which parameters are sharded
     from_master   `quantize_from_master`
@@ -182,8 +182,9 @@ def _check_values(module: nn.Module, ignored: Collection[nn.Parameter]) -> None:
 def _with_integer(module: nn.Module, ranks: int, from_master: bool, keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords, in which `reshard_after_forward=1` is replaced by False, and `reshard_after_forward=ranks` by True.
 
-    FSDP2 supports another integer, which shards weights over some of the ranks after forward, only for plain parameters
-    without hooks. Raises ValueError for such an integer if a parameter is a DTensor, or if `from_master` is True."""
+    All other integers shard weights over some of the ranks after forward, which FSDP2 supports only for plain parameters
+    without hooks. Raises ValueError for such an integer if `from_master` is True, or if a parameter is a DTensor that an
+    earlier `fully_shard` has not sharded."""
     reshard = keywords.get("reshard_after_forward")
     if not _is_integer(reshard) or reshard in (1, ranks):
         return keywords | ({"reshard_after_forward": reshard != 1} if _is_integer(reshard) else {})
@@ -363,7 +364,7 @@ class _Gather:
 
 
 class _Strided:
-    """Wrapper of a placeholder for FSDP2's call of `torch.as_strided`, which torch rejects for a tensor without memory."""
+    """Wrapper of a placeholder for FSDP2's call of `torch.as_strided`, which torch rejects for memory of only one element."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -453,7 +454,8 @@ class ManagedWeight(LocalWeight):
 
     def casts(self, values: Values) -> list[Cast]:
         """Return the casts of the step boundary. The list is empty, and passes read FSDP's copy, if the recipe does not
-        quantize w, if FSDP rounds the copy to another dtype than the dtype of activations, and as in `LocalWeight.casts`."""
+        quantize w, if FSDP rounds the copy to another dtype than the dtype of activations, or if `LocalWeight.casts` returns
+        an empty list."""
         w = self.bound.spec.recipe.w
         if w.keeps_source or self._record.dtype not in (None, self.owner.dtype):
             return []
@@ -526,7 +528,7 @@ class CodecReduceScatter(ReduceScatter):
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
         with observer.label(layer="", purpose="grads"):
             if self.computed is None:
-                exact = divisor & (divisor - 1) == 0  # a division by a power of two rounds denormals only
+                exact = divisor & (divisor - 1) == 0  # dividing a rounded sum by 2^n rounds denormals only
                 dtype = output_tensor.dtype if exact else torch.float32
                 sums = collectives.reduce_scatter(input_tensor, group, self.codec, dtype).wait()
                 output_tensor.copy_(sums.div_(divisor))

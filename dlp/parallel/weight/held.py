@@ -5,9 +5,9 @@
     optimizer = dlp.with_master_weights(model, lambda parameters: AdamW(parameters, lr=1e-3))
 
 The parameter of such a layer is a placeholder (`dlp.parallel.weight.parameters`): it has shape, dtype and gradient of the
-weight, but no memory, and torch calls that need values raise. `Module.to`, `bfloat16` and the like move the codes to the device
-and change only the dtype in which values are read. State dicts contain the decoded values, and loading quantizes the loaded
-values. An optimizer step that is smaller than the spacing of the codes would be lost, so the optimizer of
+weight, but memory for one element only, and torch calls that need values raise. `Module.to`, `bfloat16` and the like move the
+codes to the device and change only the dtype in which values are read. State dicts contain the decoded values, and loading
+quantizes the loaded values. An optimizer step that is smaller than the spacing of the codes would be lost, so the optimizer of
 `with_master_weights` steps on separate fp32 weights, the masters:
 
     before a step   gradients move from the placeholders to the masters
@@ -95,8 +95,8 @@ def quantized_model_init(
 
 
 def hold_quantized(weights: LayerWeights) -> None:
-    """If a `quantized_model_init` is active, give a layer under construction its recipe. If the recipe quantizes w, quantize
-    the weights and free their values."""
+    """If a `quantized_model_init` is active and has a recipe, set this recipe for the layer that is being constructed. If the
+    recipe of the layer then quantizes w, quantize the weights and free their values. Do nothing outside of regions."""
     layer, region = weights.layer, REGION.get()
     if region is None:
         return
@@ -165,8 +165,8 @@ class HeldWeight(LocalWeight):
         )
 
     def check_in_place(self, parameter: Any) -> None:
-        """Raise ValueError unless the module's `parameter` is a placeholder, which has a stride of 0, or a plain view of
-        one."""
+        """Raise ValueError unless the module's `parameter` is a placeholder, which has a stride of 0, or a plain view of a
+        placeholder."""
         if 0 not in local_tensor(parameter).stride():
             raise ValueError(
                 f"{self.bound.spec.name}: a tensor was assigned in place of a weight that {self.no_values}"

@@ -1,7 +1,8 @@
 """Weights that FSDP does not shard, and functions for parameters that are DTensors.
 
-Every parameter of a converted model is a DTensor on the tp axis of the mesh, to which FSDP adds the axis over which it shards.
-torch's gradient clipping and checkpoints support such parameters. Layers compute with this rank's plain tensor (`local`).
+Every parameter of a converted model is a DTensor on the tp axis of the mesh. While FSDP shards a parameter, the DTensor has the
+axes of FSDP as well. torch's gradient clipping and checkpoints support such parameters. Layers compute with this rank's plain
+tensor (`local`).
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class LocalWeight(Weight):
 class _Local(torch.autograd.Function):
     """Autograd function that returns the local tensor of a DTensor. The gradient becomes a DTensor with the same placements.
 
-    `DTensor.to_local` has further features, but takes the host three times as long as a small linear."""
+    `DTensor.to_local` has further features, but its host time is three times that of a small linear."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor, before: Callable[[], None] | None) -> Tensor:
@@ -123,7 +124,8 @@ def num_axes(parameter: Any) -> int:
 
 
 def check_whole(parameter: Any, axes: int, name: str) -> None:
-    """Raise RuntimeError unless a parameter has `axes` mesh axes, without the axis of FSDP, and is complete on this tp rank."""
+    """Raise RuntimeError unless a parameter has `axes` mesh axes (`num_axes`): with fewer axes, a plain tensor has replaced a
+    DTensor; with more axes, FSDP shards the parameter, so that it is not complete on this tp rank."""
     if num_axes(parameter) < axes:
         raise RuntimeError(
             f"{name}: a plain tensor replaces a parameter that is a DTensor on tp; copy values into the parameter instead"
@@ -166,8 +168,8 @@ def local(parameter: Tensor, name: str, axes: int = 1, before: Callable[[], None
 
 
 def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Parameter:
-    """Create a parameter from a full tensor: this rank gets its shard of rank 0's tensor, and the Python attributes of the
-    tensor.
+    """Create a parameter from a full tensor: this rank's shard of rank 0's tensor. The Python attributes of the tensor become
+    attributes of the parameter.
 
     tp          mesh with the tp axis; None: the parameter is a plain tensor
     shard_dim   dimension that is sharded over tp; None: replicated
@@ -183,7 +185,8 @@ def place(tensor: Tensor, tp: DeviceMesh | None, shard_dim: int | None) -> nn.Pa
 
 @torch.no_grad()
 def fill(parameter: Tensor, whole: Tensor) -> None:
-    """Overwrite a parameter, which may be sharded, with values of a tensor of the full shape: all ranks use rank 0's tensor."""
+    """Overwrite a parameter, which may be sharded, with values of a tensor of the full shape. For a DTensor, all ranks use rank
+    0's tensor; for a plain parameter, each rank uses its own tensor."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         replicated = DTensor.from_local(whole.detach(), mesh, [Replicate()] * mesh.ndim, run_check=True)

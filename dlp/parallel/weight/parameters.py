@@ -8,8 +8,8 @@
 `take_class` sets the class of an existing parameter, which stays the same object for optimizers and autograd. State dicts
 contain plain parameters, without these classes.
 
-The checks at the end apply to weights that are converted or quantized. `convert`, `quantized_model_init`, `freeze` and
-`quantize_` share these checks, so that all of them reject the same weights with the same message.
+The checks at the end apply to weights that are converted, loaded or quantized. `convert`, `quantized_model_init`, `freeze` and
+`quantize_` each use some of these checks, so that the same fault has the same message in all of them.
 """
 
 from __future__ import annotations
@@ -137,13 +137,15 @@ def _needs_values(function: Any, args: Sequence[Any]) -> str | None:
         return attribute if attribute in VALUES else None
     if name in METADATA or name in OURS:
         return None
-    if name in ("view_as", "expand_as") and args[0] is args[1]:  # autograd looks up the node of a gradient
+    if (
+        name in ("view_as", "expand_as") and args[0] is args[1]
+    ):  # a call by which autograd looks up the node of a gradient
         return None
     return str(name)
 
 
 class _Placeholder:
-    """Tensor with the shape, dtype and gradient of a weight, but without values or memory.
+    """Tensor with the shape, dtype and gradient of a weight, but without values; its memory is one element.
 
     torch calls that read or write values raise ValueError. `dlp_weight`: the weight that has this placeholder; None: torch
     traces with a copy of a placeholder."""
@@ -270,8 +272,8 @@ def take_class(parameter: Any, cls: type) -> Any:
 
 
 def show_values(parameter: Any, values: Tensor) -> None:
-    """Replace the local tensor of a parameter by `values`. The parameter object stays the same, since a pending backward may
-    refer to it."""
+    """Replace the local tensor of a parameter by `values`. A placeholder gets its class from before `hide_values` again. The
+    parameter object stays the same, since a pending backward may refer to this object."""
     spread = isinstance(parameter, DTensor)
     if is_placeholder(parameter):
         take_class(parameter, getattr(parameter, "dlp_class", PlacedParameter if spread else nn.Parameter))
@@ -282,8 +284,8 @@ def show_values(parameter: Any, values: Tensor) -> None:
 
 
 def hide_values(parameter: Any, weight: Valueless, values: Tensor) -> None:
-    """Replace the local tensor of a parameter by a placeholder with the shape, dtype and device of `values`. `weight`: the
-    weight that has this parameter."""
+    """Turn a parameter into a placeholder with the shape, dtype and device of `values`. `weight`: the weight that has this
+    parameter."""
     show_values(parameter, placeholder(values.shape, values.dtype, values.device))
     parameter.dlp_class, parameter.dlp_weight = type(parameter), weight
     take_class(parameter, PlaceholderDTensor if isinstance(parameter, DTensor) else PlaceholderParameter)
@@ -409,7 +411,7 @@ def recipes_decided() -> Iterator[None]:
         REGION.reset(token)
 
 
-# ---- checks of weights that are converted or quantized, shared by convert, quantized_model_init, freeze and quantize_
+# ---- checks of weights that are converted, loaded or quantized
 
 LEAVE_OUT = "leave the layer out (convert = false in a layer group, filter_fn of dlp.quantize_)"
 

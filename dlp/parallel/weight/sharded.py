@@ -144,8 +144,11 @@ def weight_obstacle(recipe: Recipe, shape: tuple[int, int], ranks: int, own_grou
 def weight_layouts(
     recipe: Recipe, shape: tuple[int, int], ranks: int, *, refused: str | None, own_group: bool
 ) -> tuple[ShardLayouts | None, str | None]:
-    """Return the layouts in which a weight [N, K] (of one tp rank) is gathered over `ranks` ranks, and None; or None and the
-    reason why the weight is gathered in high precision; or (None, None) if the recipe does not quantize w.
+    """Return (layouts, reason) for a weight [N, K] (of one tp rank) that is gathered over `ranks` ranks.
+
+    (layouts, None)   the weight is gathered quantized, in these layouts
+    (None, reason)    the weight is gathered in high precision, although the recipe quantizes w
+    (None, None)      the recipe does not quantize w
 
     `refused`: a reason against a quantized gather that does not depend on the recipe; `own_group`: see `weight_obstacle`."""
     if recipe.w.keeps_source:
@@ -155,7 +158,8 @@ def weight_layouts(
 
 
 def _keeps_shape(layout: ShardLayout, shape: tuple[int, int]) -> bool:
-    """Whether all gathered parts have the shape of the shard, so that shards can be padded to equal numbers of rows."""
+    """Whether the shard is not transposed and all gathered parts have the shape of the shard, so that shards can be padded to
+    equal numbers of rows."""
     shapes = zip(layout.format.part_shapes(shape), layout.dims, strict=True)
     return not layout.transposed and all(part == shape for part, dim in shapes if dim is not SHARED)
 
