@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dlp
-from dlp.proof.bounds import Gemm, allowed, cast_variance, measure
+from dlp.proof.bounds import Gemm, allowed, cast_variance, is_computed, is_weight, measure
 from dlp.proof.cases import MeshCase, Place, tokens_of
 from dlp.proof.diagnose import KINDS, Guess
 from dlp.proof.record import Key
@@ -83,6 +83,12 @@ def test_the_variance_of_a_cast_bounds_its_error(recipe):
             found = (at.dequantize(torch.float32) - values).square().mean()
             assert found <= 1.1 * variance.mean(), (recipe, operand)
         assert variance.mean() < 0.06 * values.square().mean()
+
+
+@pytest.mark.parametrize("tensor", ["x", "x1", "y", "y12", "dx", "dx1", "dy", "dw", "db"])
+def test_further_inputs_and_outputs_are_computed_too(tensor):
+    assert is_computed(Key(0, "up", tensor)) and not is_weight(Key(0, "up", tensor))
+    assert is_weight(Key(0, "up", "w")) and is_weight(Key(0, "up", "x_proj"))
 
 
 def test_a_difference_is_measured_where_it_is():

@@ -15,6 +15,7 @@ values of a rank, n is the smaller of the numbers of rows and columns if this is
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, NamedTuple
@@ -311,7 +312,7 @@ def spread(trace: Trace, key: Key) -> Spread:
 
 def is_computed(key: Key) -> bool:
     """Whether a tensor is an activation or a gradient."""
-    return key.tensor[:2] in ("x", "y", "dx", "dy") or is_parameter_gradient(key)
+    return re.fullmatch(r"d?[xy]\d*", key.tensor) is not None or is_parameter_gradient(key)
 
 
 def is_weight(key: Key) -> bool:
