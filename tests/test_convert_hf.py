@@ -96,7 +96,7 @@ def test_a_head_of_its_own_is_not_lost_in_a_tied_configuration(tmp_path: Path) -
     weights_only.write(
         tmp_path / "ours", tied, tensors, lambda name: torch.ones(tensors[name].shape), config="", tokenizer=None
     )
-    with refuses("the checkpoint has a tensor lm_head.weight, but its model, whose manifest ties the head to"):
+    with refuses("the checkpoint has a tensor lm_head.weight, but the model of its manifest .tied head. has no such"):
         convert_hf.export(tmp_path / "ours", tmp_path / "back", "fp32", 512)
     assert not (tmp_path / "back").exists()
 
@@ -206,7 +206,7 @@ CONFLICTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "mscale": ("llama", {"rope_scaling": {**YARN, "mscale": 1.0}}, "rope_type 'yarn' has mscale = 1.0, which models"),
     "no factor": ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' has no factor in its table; fetch"),
     "positions by kind": ("qwen3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-                          "full_attention have separate settings of positions, but models here have one setting for all"),
+                          "separate RoPE parameters for full_attention, but models here have one set of RoPE parameters"),
     "heads": ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide num_attention_heads = 4"),
     "another class": ("llama", {"architectures": ["MistralForCausalLM"]},
                       "model_type llama is read as LlamaForCausalLM, but architectures is ['MistralForCausalLM']; correct the"),
