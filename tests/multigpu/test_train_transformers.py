@@ -39,6 +39,7 @@ transformers = pytest.importorskip("transformers")
 
 FEW = ("LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM")
 ON_ONE = FEW[1:2]  # tests on two ranks run a Llama and a Mixtral
+CAPTURED = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM")  # steps can be captured in a CUDA graph
 WITHOUT_LINEARS = ("gpt2",)  # its blocks use Conv1D
 STEPS = 5
 NEAR = 1e-6  # bound on the relative difference of losses
@@ -341,6 +342,23 @@ def test_the_plan_of_a_folder(tmp_path: Path, shards: Path):
     assert "one by one (modules of transformers may read device memory on the host; [train] cuda_graph = true" in said
     asked = config(tmp_path, shards, "--mesh.tp", "2", "--train.cuda_graph", "true")
     assert "cuda graph: steps are captured after 3 eager steps" in plan_text(asked, 4, "h200")
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("architecture", CAPTURED)
+def test_captured_steps_have_the_losses_of_launched_steps(
+    ranks, device_type: str, architecture: str, tmp_path: Path, shards: Path
+):
+    if device_type != "cuda":
+        pytest.skip("needs a GPU")
+    found = []
+    saved(architecture, tmp_path)
+    for graph in ("false", "true"):
+        options = ["--train.steps", "8", "--train.cuda_graph", graph, "--run.dir", str(tmp_path / f"run-{graph}")]
+        asked = config(tmp_path, shards, *IN_BF16, "--recipe", "fp8_current", "--train.deterministic", "true", *options)
+        ranks(1).run(run, asked)
+        found.append(training.metrics(asked))
+    assert found[0] == found[1] and len(found[0]) == 8
 
 
 @pytest.mark.ranks(1)
