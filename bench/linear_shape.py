@@ -2,8 +2,9 @@
 
     python -m bench.linear_shape 8192x4096x4096 [--recipes fp8_current] [--where] [--json FILE]
 
-Subjects do not alternate: each subject runs at the clocks that settle under the load of this subject (`dlp.kernels.timing`).
-Pauses would let the device cool and favour the subject with the highest load. A subject that fails has a row with the reason.
+Subjects (`nn.Linear`, recipes, linears of other libraries) do not alternate: each subject is measured at the clocks that
+settle under its load (`dlp.kernels.timing`). Between short turns the device would cool, which would favour the subject with the
+highest load. If a subject fails, its row has the reason; if `nn.Linear` fails, the program ends.
 """
 
 from __future__ import annotations

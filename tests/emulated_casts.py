@@ -22,8 +22,8 @@ def put(address: int, values: Tensor) -> None:
 
 
 def both(words: Any, wide: bool, source: Any, parts: int) -> list[tuple[Tensor, Any]]:
-    """Return x and x.t(), each with the addresses of its `parts` quantized parts. An orientation whose address of codes
-    is 0 is left out."""
+    """Return x and x.t(), each with the addresses of its outputs, `parts` addresses for each orientation. Leave out an
+    orientation whose first address is 0. Set the flag in `words` to NaN if a value of x is not finite."""
     x = matrix(words, wide) if source is None else of_producer(words, wide, source)
     reference.watched(x, scalar(words[5 + 2 * parts]))
     found = (x, words[5 : 5 + parts]), (x.t(), words[5 + parts : 5 + 2 * parts])

@@ -230,8 +230,8 @@ def packages(root: Path, *left_out: str) -> Path:
 def test_the_compiler_of_pypi_comes_before_path_and_links_the_shared_runtime(
     tmp_path: Path, ninja: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The origin of the compiler is printed, a configured toolkit has precedence, and the message names a missing
-    part."""
+    """The build prints the path and origin of the compiler, CUDA_HOME has precedence over PyPI's compiler, and the error
+    for missing files names the packages to install."""
     root = packages(tmp_path / "site")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
     monkeypatch.delitem(sys.modules, "nvidia", raising=False)

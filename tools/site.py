@@ -81,7 +81,7 @@ def reference_page(dotted: str) -> str:
 
 
 def reference_index() -> str:
-    """Return the page with tables of all public names."""
+    """Return the index page of the API reference: for each module, a table of the public names that have a page."""
     parts = ["# API reference\n"]
     for module, names in public_names().items():
         rows = [f"| [`{name}`]({name}.md) | {summary(name)} |" for name in names]

@@ -158,7 +158,7 @@ def unpack_words(packed: Tensor, bits: int, columns: int) -> Tensor:
 
 def x_parts(activation: Quantizer, slot: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors `X_PARTS` of a static cast of x: scale_inv, fp32 [1]; for integers with zero points also the zero
-    point, int8 [1]. slot: static scale of `activation`."""
+    point, int8 [1]. slot: range of x if `activation` is a StaticScaling, else the multiplier."""
     if not isinstance(activation, StaticScaling):
         return ((1 / slot).float().reshape(1),)
     row = torch.zeros(1, activation.format.multiple[1], device=slot.device)

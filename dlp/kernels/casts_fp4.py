@@ -26,7 +26,7 @@ from dlp.kernels.reference.fp8 import Block, Outs, Parts, into
 from dlp.kernels.registry import preparing
 
 TILE = (16, 16)
-Draws = tuple[PhiloxState | None, PhiloxState | None]  # random numbers for x, and for x.t()
+Draws = tuple[PhiloxState | None, PhiloxState | None]  # for the casts of x and of x.t(); None: round to nearest
 Part = tuple[Parts, Tensor]  # parts of one orientation, and the amax
 
 

@@ -1,7 +1,7 @@
-"""Custom ops of a quantized weight, which torch.compile and autograd do not look into.
+"""Custom ops for linears with a quantized weight. The ops are opaque to torch.compile and autograd.
 
-    dlp::quantized_linear   x [..., K], w [N, K] -> y [..., N]: cast x, then run the GEMM of both formats
-    dlp::decoded            decoded values of w, for dgrad and for operations without quantized implementation
+    dlp::quantized_linear   x [..., K], w [N, K], bias -> y [..., N]: cast x, then run the GEMM for the formats of x and w
+    dlp::decoded            decoded values of w, for dgrad and for operations that have no quantized implementation
 
 An op takes only tensors and plain values. A `Use`, which describes how a weight is used, is therefore passed as a number
 (`number_of`).

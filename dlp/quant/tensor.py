@@ -102,7 +102,8 @@ class Format:
 
     A format may define a GEMM D = A @ B.T as the method `gemm(which, a, b, *, out_dtype, bias=None, accumulate=None)`, with
     `which` "fprop", "dgrad" or "wgrad". This method then runs all GEMMs with an operand of this format, unless the other
-    operand is in high precision. If the method has a parameter `options`, it receives the `GemmOptions` of the recipe.
+    operand is in high precision, or this operand is B and the format of A also defines `gemm`. If the method has a parameter
+    `options`, it receives the `GemmOptions` of the recipe.
 
     Examples:
         >>> from dlp.quant.fp8 import CurrentScaling

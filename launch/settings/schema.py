@@ -65,8 +65,8 @@ def _bounded(bounds: tuple[str, ...]) -> Callable[[Any], bool]:
 
 
 def integer(*bounds: str, also: tuple[int, ...] = ()) -> Rule:
-    """Return the rule for integers: integer(">= 1", also=(-1,)). Bounds are strings "SIGN NUMBER", which messages repeat;
-    `also` are further allowed values."""
+    """Return a rule that accepts integers, for example integer(">= 1", also=(-1,)). Each bound is an operator, a space and a
+    number; messages contain the bounds. `also`: values that are accepted in addition."""
     inside = _bounded(bounds)
     words = "an integer " + " and ".join(bounds) + "".join(f", or {value}" for value in also)
     return Rule(words, (int,), lambda value: value in also or inside(value))

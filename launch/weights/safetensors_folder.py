@@ -52,8 +52,8 @@ def entries(folder: Path) -> dict[str, Entry]:
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
-    """Return the files of a folder with the names of the tensors to read from each file: the names that the index lists for the
-    file; without an index None, which means all tensors of the file."""
+    """Return the files of a folder, with the names of the tensors to read from each file. If the folder has `ONE`, the result
+    is this file with None, which means all tensors. Otherwise the index lists the files and names."""
     if (folder / ONE).is_file():
         return {folder / ONE: None}
     path = folder / INDEX

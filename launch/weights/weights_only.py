@@ -43,8 +43,9 @@ def write(
     folder: Path, model: Model, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], *, config: str,
     tokenizer: str | None,
 ) -> int:  # fmt: skip
-    """Write a checkpoint of weights with a config.toml, and return the number of bytes of its tensor files.
+    """Write config.toml and a checkpoint of weights. Return the number of bytes of DCP's files (tensors and index).
 
+    model      settings of the model, for the manifest
     tensors    names, shapes and dtypes, as tensors on the meta device
     read       function that returns the tensor with a given name
     config     text of config.toml

@@ -236,8 +236,8 @@ def test_a_sum_is_one_launch_and_so_is_an_exchange_of_several_parts(ranks, world
 
 
 def gather_in_place() -> tuple[list[bool], list[Tensor]]:
-    """Gather parts that were written into their segments of the result. Return whether each result is in the given
-    storage (whether the part that is not gathered is the given part), and the results."""
+    """Gather parts that were written into their segments of the result. Return, for each result, whether no copy was
+    made, and the results. A gathered part must be in `storage`; the part with dim None must be the input itself."""
     shapes, dtypes, dims = [(4, 6), (), (4, 3)], [torch.uint8, torch.float32, torch.float32], [0, None, 0]
     storage, own = collectives.room(shapes, dtypes, dims, dist.group.WORLD, worker.device())
     for part, shape, dtype in zip(own, shapes, dtypes, strict=True):

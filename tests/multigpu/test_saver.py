@@ -1,4 +1,5 @@
-"""Checkpoints that are written while the next steps run: their content, failing saves, and lost steps."""
+"""Checkpoints that are written at once or while the next steps run: content, failed saves, weights with NaN, and the log
+line about steps that were not saved."""
 
 from __future__ import annotations
 

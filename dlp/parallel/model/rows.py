@@ -285,7 +285,8 @@ def _by_nccl(row: LayerPlan, place: Place) -> Iterator[str]:
 
 
 def _kernels(recipe: Recipe, device_type: str, layer: str) -> tuple[str, str, str]:
-    """Return the names of the kernels of fprop, dgrad and wgrad. Raises ValueError for a GEMM that no kernel runs."""
+    """Return the names of the kernels of fprop, dgrad and wgrad. Raises ValueError if a GEMM has no kernel on the GPU and the
+    recipe does not allow the plain-torch reference."""
     names = []
     for gemm in GEMMS:
         a, b = (quantizer.format for quantizer in recipe.operands(gemm))

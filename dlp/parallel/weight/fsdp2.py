@@ -63,7 +63,7 @@ class Gathering:
     group         the group over which parameters are sharded
     from_master   `quantize_from_master`
     refused       reason why the weights of the unit cannot be gathered quantized; None: they can
-    early         handle of the forward hook that logs that `dlp.attach` has not been called
+    early         handle of the forward pre-hook that logs that `dlp.attach` has not been called
     """
 
     group: ProcessGroup

@@ -231,7 +231,7 @@ class ShardedWeight(Weight):
     def drop(self, *, retyped: bool = False) -> None:
         """Discard the casts: shards are cast again before the next gather, possibly in other layouts.
 
-        With `retyped` do nothing: shards are rounded to FSDP's `param_dtype`, not to the dtype of x."""
+        With `retyped` (the dtype of x changed) do nothing: casts of shards do not depend on the dtype of x."""
         if not retyped:
             self._hook(self.decide())
 
