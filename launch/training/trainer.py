@@ -324,7 +324,7 @@ class Trainer:
             with self.wire.capture():
                 try:
                     self.replays.make(self.compute, batches)
-                except RuntimeError as error:
+                except torch.AcceleratorError as error:
                     raise RuntimeError(
                         "the step cannot be captured as a CUDA graph, for example because a module reads device memory on the "
                         "host; set [train] cuda_graph = false"

@@ -364,15 +364,21 @@ def test_captured_steps_have_the_losses_of_launched_steps(
 @pytest.mark.ranks(1)
 def test_a_step_that_cannot_be_captured_is_named(ranks, tmp_path: Path, shards: Path):
     saved("LlamaForCausalLM", tmp_path)
-    assert (
-        ranks(1).run(refused_capture, config(tmp_path, shards))[0].startswith("the step cannot be captured as a CUDA")
-    )
+    refused, others = ranks(1).run(refused_captures, config(tmp_path, shards))[0]
+    assert refused.startswith("the step cannot be captured as a CUDA")
+    assert others == ["no memory", "a peer is lost"], "launch.train has sentences of its own for these errors"
 
 
-def refused_capture(config: Config) -> str:
+def refused_captures(config: Config) -> tuple[str, list[str]]:
+    """Return the message of a capture that CUDA refuses, and the messages of captures that end with other errors."""
     made, _ = training.trainer(config)
-    made.replays.capture = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
-    return must_raise(RuntimeError, made.replay, [])
+
+    def capture(error: RuntimeError) -> str:
+        made.replays.capture = Mock(side_effect=error)
+        return must_raise(type(error) if type(error) is not torch.AcceleratorError else RuntimeError, made.replay, [])
+
+    others = [torch.OutOfMemoryError("no memory"), RuntimeError("a peer is lost")]
+    return capture(torch.AcceleratorError("operation not permitted when stream is capturing")), [*map(capture, others)]
 
 
 def asked_for(folder: Path, *arguments: str) -> str:
