@@ -177,11 +177,12 @@ class OperationFuser:
     def _held(self, tensor: Tensor | None) -> Any:
         """Return this rank's plain tensor of a parameter or input. Raises ValueError for a parameter that was set to None."""
         if tensor is None:
-            ops = ((self.names[i], self.basic_ops[i]) for i in self.owners)
-            name, op = next((name, op) for name, op in ops if any(each is None for each in op.op_parameters()))
+            places = ((self.names[i], *place) for i in self.owners for place in self.basic_ops[i].parameter_places())
+            found = ((op, name) for op, module, name in places if module._parameters[name] is None)
+            op, name = next(found, ("ops.Sequential", "a parameter"))  # an op of the user may keep parameters elsewhere
             raise ValueError(
-                f"{name}: {_none_parameter(op)} was set to None after construction: restore the parameter; for a Linear "
-                f"without bias, construct the Linear with bias=False"
+                f"{op}: {name} was set to None after construction: restore the parameter; for a Linear without bias, "
+                f"construct the Linear with bias=False"
             )
         return local_tensor(tensor)
 
@@ -323,15 +324,6 @@ class OperationFuser:
             at += len(places)
             placed += [Placed(op, places)] if op.runs_in(which) else [Placed(self.basic_ops[i], (i,)) for i in places]
         return placed
-
-
-def _none_parameter(op: Any) -> str:
-    """Return the name of the first parameter of an op that is None."""
-    if hasattr(op, "core"):
-        places = [(member.module, member.weight) for member in op.core.members]
-    else:
-        places = getattr(op, "where", [(op, name) for name in op._parameters])
-    return next((name for module, name in places if module._parameters.get(name) is None), "a parameter")
 
 
 def _readers(ops: Ops) -> list[Any]:

@@ -114,6 +114,9 @@ class BasicLinear(BasicOperation, modules.Linear):
         """Whether y is a partial sum, which must be summed over tp ranks after the GEMM."""
         return False
 
+    def parameter_places(self) -> Sequence[tuple[Any, str]]:
+        return [(member.module, member.weight) for member in self.core.members]
+
     def op_parameters(self) -> Sequence[Tensor]:
         try:
             parameters: list[Any] = [member.module._parameters[member.weight] for member in self.core.members]

@@ -163,6 +163,10 @@ class BasicOperation(FusibleOperation):
         """The parameters whose gradients `op_backward` returns, in order."""
         return [parameter for parameter in self._parameters.values() if parameter is not None]
 
+    def parameter_places(self) -> Sequence[tuple[Any, str]]:
+        """For each of `op_parameters()`, the module that has the parameter, and the name of the parameter."""
+        return [(self, name) for name in self._parameters]
+
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         """Run the op under torch.compile or a dispatch mode, as code that autograd differentiates. Return the output, or a
         tuple of the output and the extra outputs. The default is an autograd function that calls the methods of this op."""

@@ -36,6 +36,9 @@ class _BiasVectors(BasicOperation):
         vars(op)["where"] = tuple((member.module, member.bias) for member in linear.core.members)
         return op
 
+    def parameter_places(self) -> Sequence[tuple[Any, str]]:
+        return self.where
+
     def op_parameters(self) -> Sequence[Tensor]:
         try:
             return [module._parameters[name] for module, name in self.where]
