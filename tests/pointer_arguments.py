@@ -1,4 +1,4 @@
-"""Which arguments of a kernel are pointers, read from the types in csrc. A replay of captured launches replaces only
+"""The arguments of a kernel that are pointers, read from the types in csrc. A replay of captured launches replaces only
 pointers."""
 
 from __future__ import annotations

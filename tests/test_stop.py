@@ -29,8 +29,8 @@ def start(code: str, **environment: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], number: int | None = None) -> tuple[str, str, int]:
-    """Send the signal `number`, if there is one, and wait for the end of the process; return its output, its errors and
-    its exit code."""
+    """Send the signal `number`, if there is one, and wait for the end of the process; return stdout, stderr and the exit
+    code."""
     if number is not None:
         process.send_signal(number)
     out, err = process.communicate(timeout=20)

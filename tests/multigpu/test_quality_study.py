@@ -92,8 +92,8 @@ def test_verdicts_are_those_of_the_interval():
 
 @pytest.mark.parametrize(("shared", "blocks", "subjects"), [(0.0, 3, 12), (0.0, 4, 4), (2.0, 4, 6)])
 def test_how_often_verdicts_are_wrong(shared, blocks, subjects):
-    """Of subjects exactly at the bar, about 2.5 % (1.2 to 4 %) get each wrong verdict, and at most 4 % if the subjects of a
-    block (one trunk with its branches) share noise."""
+    """Each wrong verdict is given to about 2.5 % (1.2 to 4 %) of the subjects exactly at the bar, and to at most 4 % if the
+    subjects of a block (a trunk and the branches from it) share noise."""
     draws, sd, bar, tables = np.random.default_rng(0), 0.0005, 0.0015, 400
     wrong, far = {"within": 0, "outside": 0}, {"outside": 0}
     for _ in range(tables):
