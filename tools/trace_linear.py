@@ -49,8 +49,7 @@ class Figures(NamedTuple):
     calls               function calls
     functions, files    distinct functions, and files that contain them
     classes             distinct classes whose methods were called
-    lines               source lines of the distinct functions
-    docstrings          lines of docstrings, which `lines` contains
+    lines               source lines of the distinct functions, without their docstrings
     """
 
     calls: int
@@ -58,15 +57,13 @@ class Figures(NamedTuple):
     files: int
     classes: int
     lines: int
-    docstrings: int
 
 
 def figures(trace: Trace) -> Figures:
     """Compute the counts of a trace."""
     classes = {(code.co_filename, owner) for code in trace if (owner := class_of(code))}
     files = {code.co_filename for code in trace}
-    lines, docstrings = sum(map(num_lines, trace)), sum(map(num_doc_lines, trace))
-    return Figures(sum(trace.values()), len(trace), len(files), len(classes), lines, docstrings)
+    return Figures(sum(trace.values()), len(trace), len(files), len(classes), sum(map(num_lines, trace)))
 
 
 def class_of(code: CodeType) -> str:
@@ -76,9 +73,10 @@ def class_of(code: CodeType) -> str:
 
 
 def num_lines(code: CodeType) -> int:
-    """Number of source lines of a function, from the first line, decorators included, to the last line with code."""
+    """Number of source lines of a function without its docstring, from the first, with decorators, to the last with code."""
     codes = [code, *(inner for inner in code.co_consts if isinstance(inner, CodeType))]
-    return max(line for each in codes for _, _, line in each.co_lines() if line) - code.co_firstlineno + 1
+    last = max(line for each in codes for _, _, line in each.co_lines() if line)
+    return last - code.co_firstlineno + 1 - num_doc_lines(code)
 
 
 def num_doc_lines(code: CodeType) -> int:
