@@ -153,7 +153,7 @@ def test_a_run_warns_of_a_step_that_needs_more_memory_than_the_gpu_has(monkeypat
 
 
 @pytest.mark.slow
-def test_of_what_little_is_left_to_set_all_is_named():
+def test_the_first_remedy_for_a_config_that_saves_memory_already():
     """The config already recomputes blocks. It has one sequence per microbatch, 8-bit optimizer states, weights that
     are cast at each use, and the largest tp that the heads allow. The first of the suggested settings is an
     optimizer with 4-bit states."""

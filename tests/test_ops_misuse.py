@@ -505,7 +505,7 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("kind", OUTPUTS)
 @pytest.mark.parametrize("shape", [(M, H), (2, M, H)], ids=["tokens", "sequences"])
-def test_outputs_may_be_written_to_as_those_of_torch(kind: str, shape: tuple[int, ...]):
+def test_outputs_can_be_changed_in_place(kind: str, shape: tuple[int, ...]):
     """An in-place operation on an output, such as y *= 2, gives the results and gradients of an out-of-place
     operation."""
     model, x = OUTPUTS[kind](), values(0, *shape).requires_grad_()
