@@ -15,7 +15,7 @@ The tensors are plain torch tensors, which other programs can read without dlp.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -206,36 +206,86 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
         >>> model = dlp.quantize_(model, "int8")
         >>> dlp.load_quantized_state_dict(model, dlp.quantized_state_dict(model))
     """
-    into: dict[str, tuple[Tensor, Tensor | None, list[Placement]]] = {}
     weights = {held.name: held for held in held_weights(model)}
-    for name, held in weights.items():
-        spread = held.parameter if isinstance(held.parameter, DTensor) else None
-        for part, tensor in zip(held.q.format.parts, held.q.parts, strict=True):
-            into[f"{name}.{part.name}"] = tensor, spread, _placements(held, part) if spread is not None else []
     scales = dict(static_scales(model))
-    into |= {name: (slots[0], None, []) for name, slots in scales.items()}
-    for name, tensor in [*model.named_parameters(), *saved_buffers(model)]:
-        if name not in weights:
-            spread = tensor if isinstance(tensor, DTensor) else None
-            into[name] = local_values(tensor), spread, list(tensor.placements) if isinstance(tensor, DTensor) else []
+    places = _places(model, weights, scales)
     formats = {f"{name}.{FORMAT}": _format_of(held) for name, held in weights.items()}
-    if unstated := next((name for name in formats if name not in state and into.keys() <= state.keys()), None):
+    _check_entries(places, formats, state)
+    found = {name: place.shard_of(state[name]) for name, place in places.items()}
+    for name, place in places.items():
+        saved, tensor = found[name], place.tensors[0]
+        if (saved.shape, saved.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(
+                f"{name} was saved as {saved.dtype} {tuple(saved.shape)}, and the shard of this rank is {tensor.dtype} "
+                f"{tuple(tensor.shape)} in the model: quantize this model as the saved model was quantized"
+            )
+    _check_values(weights, scales, found, state)
+    for name, place in places.items():
+        for tensor in place.tensors:
+            tensor.copy_(found[name])
+
+
+class Place(NamedTuple):
+    """Where an entry of the saved codes is loaded.
+
+    tensors      tensors of this rank, all of which get the same values
+    parameter    the DTensor on whose mesh the entry is sharded; None: every rank loads the full entry
+    placements   placements of the entry on this mesh
+    """
+
+    tensors: Sequence[Tensor]
+    parameter: DTensor | None = None
+    placements: Sequence[Placement] = ()
+
+    def shard_of(self, entry: Tensor) -> Tensor:
+        """Return this rank's shard of a full entry."""
+        if self.parameter is None:
+            return entry
+        mesh = self.parameter.device_mesh
+        shard = distribute_tensor(entry.to(self.parameter.device), mesh, self.placements, src_data_rank=None)
+        return shard.to_local().contiguous()
+
+
+def _places(model: nn.Module, weights: Mapping[str, Held], scales: Mapping[str, list[Tensor]]) -> dict[str, Place]:
+    """Return the place of each entry of the model's saved codes, except formats, by name."""
+    places: dict[str, Place] = {}
+    for name, held in weights.items():
+        for part, tensor in zip(held.q.format.parts, held.q.parts, strict=True):
+            place = Place([tensor])
+            if isinstance(held.parameter, DTensor):
+                place = Place([tensor], held.parameter, _placements(held, part))
+            places[f"{name}.{part.name}"] = place
+    places |= {name: Place(slots) for name, slots in scales.items()}
+    for name, tensor in [*model.named_parameters(), *saved_buffers(model)]:
+        if name in weights:
+            continue
+        if isinstance(tensor, DTensor):
+            places[name] = Place([local_values(tensor)], tensor, tensor.placements)
+        else:
+            places[name] = Place([tensor])
+    return places
+
+
+def _check_entries(places: Mapping[str, Place], formats: Mapping[str, str], state: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for missing and unknown entries, for entries that are no tensors with memory, for weights in another
+    format, and for a model on the meta device. `formats`: the format of each quantized weight, by the name of the entry."""
+    if unstated := next((name for name in formats if name not in state and places.keys() <= state.keys()), None):
         raise ValueError(
             f"the saved codes lack {unstated!r}, as in files of older versions: codes of one width may belong to "
             f"several formats. If the format is {formats[unstated]}, add state[{unstated!r}] = "
             f"torch.tensor(list(b{formats[unstated]!r}), dtype=torch.uint8), for each weight"
         )
-    if missing := sorted((into.keys() | formats.keys()) - state.keys()):
+    if missing := sorted((places.keys() | formats.keys()) - state.keys()):
         raise ValueError(
             f"the saved codes lack {missing[0]!r} ({len(missing)} missing entries): quantize this model as the saved model was "
             f"quantized"
         )
-    if unknown := sorted(state.keys() - into.keys() - formats.keys()):
+    if unknown := sorted(state.keys() - places.keys() - formats.keys()):
         raise ValueError(
             f"the saved codes have {unknown[0]!r}, which the model lacks ({len(unknown)} unknown entries): quantize "
             f"this model as the saved model was quantized"
         )
-    for name in (*into, *formats):
+    for name in (*places, *formats):
         kind = state[name].device if isinstance(state[name], Tensor) else type(state[name]).__name__
         if str(kind) == "meta" or not isinstance(state[name], Tensor):
             raise ValueError(
@@ -247,23 +297,10 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
                 f"{name.removesuffix(f'.{FORMAT}')} was saved as codes of {saved}, and the model has codes of {wanted}: "
                 f"quantize this model as the saved model was quantized"
             )
-    if without := next((name for name, (tensor, _, _) in into.items() if tensor.is_meta), None):
+    if without := next((name for name, place in places.items() if place.tensors[0].is_meta), None):
         raise ValueError(
             f"{without} is on the meta device and has no memory to load into: call model.to_empty(device=...) first"
         )
-    found = {name: _cut(state[name], spread, placements) for name, (_, spread, placements) in into.items()}
-    for name, (tensor, _, _) in into.items():
-        if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
-            raise ValueError(
-                f"{name} was saved as {found[name].dtype} {tuple(found[name].shape)}, and the shard of this rank is "
-                f"{tensor.dtype} {tuple(tensor.shape)} in the model: quantize this model as the saved model was quantized"
-            )
-    _check_values(weights, scales, found, state)
-    for name, (tensor, _, _) in into.items():
-        tensor.copy_(found[name])
-    for name, slots in scales.items():
-        for slot in slots:
-            slot.copy_(found[name])
 
 
 def _check_values(
@@ -287,13 +324,3 @@ def _check_values(
 
 def _finite(part: Tensor) -> bool:
     return bool(part.float().isfinite().all()) if part.is_floating_point() else True
-
-
-def _cut(whole: Tensor, spread: Tensor | None, placements: list[Placement]) -> Tensor:
-    """Return this rank's shard of a full tensor, on the mesh of `spread` with these placements; spread=None: the full
-    tensor."""
-    if spread is None:
-        return whole
-    assert isinstance(spread, DTensor)
-    cut = distribute_tensor(whole.to(spread.device), spread.device_mesh, placements, src_data_rank=None)
-    return cut.to_local().contiguous()
