@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -128,8 +129,8 @@ def _scalar(tensor: Tensor | None, name: str) -> int:
 
 
 def _tiles(x: Tensor, tile: int) -> int:
-    rows, cols = x.shape
-    return max(1, -(-rows // tile) * -(-cols // tile))
+    """Return the number of tiles of x. A size of 0 counts as 1, so that kernels write the scales and sums of all lines."""
+    return prod(max(1, -(-size // tile)) for size in x.shape)
 
 
 def _code_dtype(job: TensorJob | BlockJob) -> torch.dtype:

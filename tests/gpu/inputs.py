@@ -22,7 +22,7 @@ def random_sizes(count: int, rows: int = 1, cols: int = 1, most: int = 600) -> l
 
 
 SHAPES = [(128, 128), (256, 384), (1, 1), (1, 300), (300, 1), (77, 300), (129, 129), (136, 264), (0, 128), (128, 0),
-          *random_sizes(3)]  # fmt: skip
+          (0, 300), (300, 0), *random_sizes(3)]  # fmt: skip
 STRIDES = ["contiguous", "strided", "misaligned"]
 DATA = ["gauss", "zeros", "specials", "tiny", "huge"]
 

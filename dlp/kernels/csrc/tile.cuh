@@ -32,7 +32,8 @@
 
 namespace dlp {
 
-// One tile of one job. Tiles of a matrix are numbered row by row. An empty matrix has one tile, so that its scale is written.
+// One tile of one job. Tiles of a matrix are numbered row by row. A size of 0 counts as 1, so that kernels write the scales and
+// sums of all lines.
 template <class T, class Job>
 struct Tile {
     const Job* job;
