@@ -83,6 +83,20 @@ def test_a_gemm_may_be_limited_to_some_multiprocessors():
     assert sorted(words[SMS] for words, _, _ in gemms.plans()) == [0, 64]
 
 
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("recipe", ["fp8_current", "fp8_rowwise", "fp8_block"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_are_multiplied_into_aligned_memory(recipe: str, dtype: torch.dtype):
+    """FP8 GEMMs of cuBLASLt need a result that is aligned to 16 bytes. `out` may start at any element of a buffer, for example
+    the main_grad of a weight."""
+    a, b = operands(dlp.recipe(recipe), "wgrad", matrix(0, 32, 64), matrix(1, 48, 64))
+    for first in (0, 1):
+        out = torch.zeros(1 + 32 * 48, dtype=dtype)[first : first + 32 * 48].view(32, 48)
+        assert Gemm("wgrad", b, dtype, out=out)(a) is out
+        assert torch.equal(out, Gemm("wgrad", b, dtype)(a))
+    assert all(problem.alignment % gemms.ALIGNMENT == 0 for problem, _, _ in gemms.plans())
+
+
 @pytest.mark.parametrize("on", ["cpu", "emulated"])
 @every_recipe
 @pytest.mark.parametrize("which", GEMMS)

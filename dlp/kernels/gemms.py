@@ -359,10 +359,11 @@ def save_choices(device: int, measured: dict[str, int]) -> Path:
 
 def room_for(a: Tensor, shape: tuple[int, int], dtype: torch.dtype, options: GemmLaunchOptions) -> Tensor:
     """Return the tensor for a result of this shape and dtype: `options.out` if shape, dtype and layout fit, else a new
-    tensor."""
+    tensor. The result of a GEMM of codes must also be aligned."""
     out = options.out
     if out is not None and out.shape == shape and out.dtype == dtype and out.is_contiguous():
-        return out
+        if a.itemsize > 1 or out.data_ptr() % ALIGNMENT == 0:
+            return out
     return a.new_empty(shape, dtype=dtype)
 
 

@@ -139,7 +139,8 @@ class GemmLaunchOptions(NamedTuple):
     tuned               run the algorithm that `dlp.kernels.tune` measured as the fastest, if a measurement exists
     allow_reference     allow the plain-torch reference on a GPU, if no kernel supports the GEMM
     sms                 number of SMs on which the GEMM runs; 0: all
-    out                 tensor for the result; if None, or if shape, dtype or layout do not fit, the result is a new tensor
+    out                 tensor for the result; if None, or if shape, dtype, layout or alignment do not fit, the result is a new
+                        tensor
     alpha               factor by which the sums of products are multiplied
     rounds              allow rounding the product to bf16 before the sum with a bf16 accumulator
     """
