@@ -12,11 +12,13 @@ from hypothesis import given
 from torch import Tensor
 
 from dlp.kernels import ops
+from dlp.kernels.registry import REFERENCE, choose
 from dlp.quant.gemm import check_pair
 from dlp.quant.nvfp4 import Nvfp4Scaling
 from dlp.quant.quantizer import Origin
 from dlp.quant.recipe import load
 from tests import table_method as table
+from tests.emulated import emulated  # noqa: F401
 from tests.metrics import assert_bit_equal, assert_close
 from tests.quantizers import EXPONENTS, SEEDS, matrix, origin, quantize
 
@@ -60,6 +62,15 @@ def test_random_bits_differ_by_position_orientation_microbatch_seed_and_tensor()
         quantizer.cast(x, amax)
     with pytest.raises(ValueError, match="starts at column 8 .* inside a block of 16"):
         quantizer.cast(x, amax, at=origin(x, column=8))
+
+
+@pytest.mark.usefixtures("emulated")
+def test_the_kernel_rounds_both_orientations_stochastically_or_neither():
+    """The kernel has one way of rounding per launch. If only one orientation has random bits, the reference runs."""
+    x, amax, draw = torch.ones(32, 32), torch.ones(()), ops.PhiloxState(0, 0, 32, 0, torch.tensor(1), (1, 2))
+    pairs = [(None, None), (draw, draw), (draw, None), (None, draw)]
+    names = [choose("cast_nvfp4_both", x, (amax, amax), (1, 16), draws=draws).name for draws in pairs]
+    assert names == ["kernel", "kernel", REFERENCE, REFERENCE]
 
 
 def test_origin_of_the_transpose():

@@ -86,7 +86,8 @@ def takes_nvfp4(
 def takes_nvfp4_both(
     x: Any, amaxes: Any, block: Block, *, rht: bool = False, draws: Draws = (None, None), **_: Any
 ) -> bool:
-    return block != TILE or not (rht or draws != (None, None))
+    random = {draw is not None for draw in draws}  # one launch rounds both orientations stochastically, or neither
+    return len(random) == 1 and (block != TILE or not (rht or True in random))
 
 
 def _empty(x: Tensor, block: Block, shape: Sequence[int]) -> Parts:
