@@ -4,6 +4,7 @@ compilers, the lock."""
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import sys
@@ -84,6 +85,7 @@ def test_key_covers_everything(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert key() == keys[0] == build_key(sources(), "13.0", ARCH)  # the folder of the sources is not part of the key
     for owner, name, value in [
         (loader, "NVCC_FLAGS", "-O0"), (loader, "CXX_FLAGS", "-O0"), (torch, "__version__", "2.0"), (sys, "version", "3.0"),
+        (platform, "machine", lambda: "other"),
     ]:  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)

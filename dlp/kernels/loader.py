@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -248,8 +249,9 @@ def sources(folder: Path = CSRC) -> list[Path]:
 def build_key(
     files: Sequence[Path], cuda: str, architectures: Sequence[str], runtime: str = "", added: Added = NOTHING
 ) -> str:
-    """Return a digest of all inputs of the compilation."""
-    facts = [NVCC_FLAGS, CXX_FLAGS, cuda, " ".join(architectures), torch.__version__, sys.version, runtime, *added]
+    """Return a digest of all inputs of the compilation, and of the host's architecture, since hosts may share a cache."""
+    versions = [cuda, torch.__version__, sys.version, platform.machine()]
+    facts = [NVCC_FLAGS, CXX_FLAGS, " ".join(architectures), *versions, runtime, *added]
     digest = hashlib.sha256("\0".join(facts).encode())
     for file in files:
         digest.update(f"\0{file.name}\0".encode() + file.read_bytes())
