@@ -118,9 +118,12 @@ def test_the_suites_of_formats_over_ranks(ranks):
 
 @pytest.mark.parametrize("quantizer", [IntScaling(), IntScaling(symmetric=False)], ids=str)
 def test_what_pieces_of_a_contraction_observe_is_agreed_by_maximum(quantizer: IntScaling):
+    """Ranks compare amaxes as bits (csrc/transport.cu), as if the numbers were unsigned integers."""
     x = matrix(0, 16, 96) + 1
+    x[0, :48], x[1, :48], x[1, 48:], x[2, :48], x[2, 48:] = 0, 3, -2, -3, 2
     halves = x.chunk(2, 1)
-    agreed = torch.maximum(*[quantizer.observe(half) for half in halves])
+    bits = [quantizer.observe(half).view(torch.int32).long() & 0xFFFFFFFF for half in halves]
+    agreed = torch.maximum(*bits).int().view(torch.float32)
     assert_bit_equal(agreed, quantizer.observe(x))
     assert agreed.shape == ((16,) if quantizer.symmetric else (2, 16)) and agreed.dtype == torch.float32
     whole = quantize(quantizer, x)

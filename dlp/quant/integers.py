@@ -221,7 +221,8 @@ class IntScaling:
         else:
             low, high = torch.aminmax(x, dim=1)
             reach = torch.stack([high, -low]).float()
-            reach = reach.nan_to_num(torch.inf, torch.inf, -torch.inf)  # because a maximum over ranks may drop NaN
+            reach = reach.nan_to_num(torch.inf, torch.inf)  # because a maximum over ranks may drop NaN
+            reach = torch.where(reach > 0, reach, 0.0)  # because ranks compare bits; codes span 0 in any case
         return reach.amax(0) if self.symmetric else reach
 
     def cast(

@@ -185,7 +185,7 @@ class Quantizer(Protocol):
 
     def observe(self, x: Tensor) -> Tensor | None:
         """Return the fp32 amaxes of x [rows, contraction], whose maxima over ranks are computed before the cast; None if the
-        cast needs no amax."""
+        cast needs no amax. Ranks may compare the bits of amaxes, so no amax is negative or -0.0."""
         ...
 
     def cast(
