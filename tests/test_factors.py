@@ -71,6 +71,7 @@ class _Slot:
 
     def agree(self, observed: Any, largest: Any, use: int) -> None:
         assert len(observed) == len(largest) <= AGREED and sum(each.numel() for each in observed) <= MAXIMA
+        assert all(each.is_contiguous() for each in (*observed, *largest)), "the kernel gets addresses and sizes"
         self.launches.append(len(observed))
         for into, each in zip(largest, observed, strict=True):
             into.copy_(each + 1)
@@ -91,3 +92,5 @@ def test_an_agreement_of_many_tensors_skips_none(sizes: list[int], launches: lis
     for i, value in enumerate(agreed):
         assert_bit_equal(value, torch.full((sizes[i],), float(i + 1)))
     assert slot.launches == launches
+    turned = torch.arange(6.0).view(3, 2).t()
+    assert_bit_equal(memory.agree([turned])[0], turned + 1)

@@ -166,7 +166,8 @@ class Transport:
         One kernel processes at most AGREED tensors with together at most MAXIMA values."""
         if not is_recording():
             observer.agrees(sum(value.numel() for value in observed), self.group)
-        largest = [torch.empty_like(value, memory_format=torch.contiguous_format) for value in observed]
+        observed = [value.contiguous() for value in observed]
+        largest = [torch.empty_like(value) for value in observed]
         slot, first, numbers = self._slot(2 * 4 * MAXIMA * self.world, "agreements", 0), 0, 0
         use = self._number(0)
         for last, value in enumerate(observed):
