@@ -100,6 +100,22 @@ def test_only_chosen_layers_of_training_steps_are_recorded():
         dlp.record_stats(made, "7")
 
 
+def test_a_second_optimizer_keeps_statistics_and_flags_of_the_step():
+    torch.manual_seed(0)
+    made = nn.Sequential(*(Linear(32, 32, recipe=dlp.recipe("fp8_current")) for _ in range(2)))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in made]
+    for optimizer in optimizers:
+        dlp.attach(made, optimizer, on_nonfinite="ignore")
+    dlp.record_stats(made, "**")
+    for x in (torch.randn(32, 32), torch.full((32, 32), torch.inf)):
+        made(x).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        dlp.end_step(made)  # after a change of weights outside of the optimizers
+        assert {"0.x", "0.dy", "1.x", "1.dy"} <= set(dlp.read_stats(made))
+    assert "x of 0" in dlp.not_finite(made)
+
+
 def test_delayed_scales_that_lag_show_as_saturation():
     made = model("fp8_delayed")
     dlp.record_stats(made, "0")

@@ -203,10 +203,12 @@ def _cache_weights(session: Session, records: Mapping[LinearCore, Sequence[Manag
         )
 
 
-def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch) -> None:
-    """Run the step boundary after an optimizer step. `watch` copies the flags of this step before the boundary, and reads the
-    flags of the previous step after the boundary."""
-    watch.close()
+def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch, first: bool) -> None:
+    """Run the step boundary after the step of an optimizer. `first`: whether this is the first optimizer that steps in this
+    step of the session. Only then are flags and statistics of the step copied, before the boundary: a second copy would be
+    empty. `watch` reads the flags of the previous step after the boundary."""
+    if first:
+        session.close()
     end_step(model)
     watch.look(session.steps)
 
@@ -216,12 +218,12 @@ class AttachedOptimizer:
 
     fsdp     one `Managed` for each parameter of the model that FSDP2 manages
     recast   function that casts the current weights of the model
-    end      function that runs the step boundary
+    end      function that runs the step boundary, see `_after_step`; its argument is `first`
     """
 
     def __init__(
         self, optimizer: Optimizer, session: Session, fsdp: Sequence[Managed], recast: Callable[[], None],
-        end: Callable[[], None],
+        end: Callable[[bool], None],
     ) -> None:  # fmt: skip
         self._session, self._fsdp = session, fsdp
         self._recast, self._end = recast, end
@@ -252,8 +254,7 @@ class AttachedOptimizer:
         known = {id(parameter) for parameter in changed}
         changed += [record.gathered for record in self._fsdp if id(record.stored) in known]
         torch.autograd.graph.increment_version([p._local_tensor if isinstance(p, DTensor) else p for p in changed])
-        self._session.count_step(optimizer)
-        self._end()
+        self._end(self._session.count_step(optimizer))
 
 
 def _records(model: nn.Module) -> dict[LinearCore, list[Managed | None]]:

@@ -274,10 +274,6 @@ class NonFiniteWatch:
         self._flags, self._action = flags, action
         self._coming: tuple[int, list[OnTheWay]] | None = None
 
-    def close(self) -> None:
-        """Copy the flags at the end of a step."""
-        self._flags.close()
-
     def look(self, steps: int) -> None:
         """Start the copy of this step's flags to the host, and read the flags of the previous step: raise FloatingPointError or
         log a warning if a flag is set. `steps`: number of this step, whose boundary has run.

@@ -137,19 +137,22 @@ class Session(StepState):
             )
         self.optimizers[optimizer] = False
 
-    def count_step(self, optimizer: Optimizer) -> None:
-        """Count a step of an attached optimizer.
+    def count_step(self, optimizer: Optimizer) -> bool:
+        """Count a step of an attached optimizer. Returns whether this optimizer is the first that steps in the current step of
+        the session.
 
         With several optimizers, one step of each counts as one step of the session: `optimizers` maps each optimizer to
         whether it has stepped in the current step of the session."""
         found = _STEPPING.get()
         if found is not None and self not in found:
             found.append(self)
-        if self.optimizers[optimizer] or not any(self.optimizers.values()):
+        first = self.optimizers[optimizer] or not any(self.optimizers.values())
+        if first:
             self.steps += 1
             for each in list(self.optimizers):
                 self.optimizers[each] = False
         self.optimizers[optimizer] = True
+        return first
 
     def before_any_step(self, optimizer: Optimizer) -> None:
         """Pre-hook of the steps of all optimizers: run the checks that do not require `attach`."""
