@@ -109,6 +109,37 @@ def test_an_optimizer_step_before_it_is_an_error(ranks):
     assert "6 wgrads are still delayed, the first of blocks.1.down" in said and "dlp.backward_dw(model)" in said
 
 
+def after_an_exception() -> tuple[int, dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Return the number of wgrads of a backward that raises an exception, and the gradients of a next backward, of this
+    model and of a model without the exception."""
+    mesh, found = worker.mesh(dp_shard=1), []
+    for fails in (True, False):
+        model = net("fp8_current", mesh, DELAY)
+        if fails:
+            with model.blocks[0].register_forward_hook(fail_in_backward):
+                assert may_raise(ArithmeticError, gradients, model, *batch(0, mesh))
+            found.append(dlp.backward_dw(model))
+            model.zero_grad()
+        gradients(model, *batch(1, mesh))
+        dlp.backward_dw(model)
+        found.append(grads(model))
+    return tuple(found)
+
+
+def fail_in_backward(block: torch.nn.Module, args: Any, y: Tensor) -> None:
+    def fail(grad: Tensor) -> None:
+        raise ArithmeticError("the backward of this block fails")
+
+    y.register_hook(fail)
+
+
+@pytest.mark.ranks(1)
+def test_wgrads_of_a_backward_that_raises_are_dropped(ranks):
+    ((waited, found, expected),) = ranks(1).run(after_an_exception)
+    assert waited == 0
+    assert_all_bit_equal(found, expected)
+
+
 def without_dx() -> tuple[int, bool]:
     model = torch.nn.Sequential(torch.nn.Linear(16, 16, device=worker.device()))
     dlp.convert(model, [{"name": "first", "match": ["0"], "delay_wgrad": True}], worker.mesh(dp_shard=1), batch=(2, 8))

@@ -336,7 +336,7 @@ def leave_wgrads(
         if needed:
             dy = dy_format.wrap(results[at : at + size])
             wgrad = partial(_run, bound, dy, x, w.shape, w.dtype, alpha)
-            bound.session.waiting.append((bound.weights.members[i], wgrad))
+            bound.session.delay_wgrad(bound.weights.members[i], wgrad)
             at += size
     return results[:start]
 

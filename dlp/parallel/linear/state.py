@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
@@ -53,6 +53,7 @@ from dlp.quant.tensor import QuantizedTensor
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
 
+_ENGINE: Any = torch.autograd.Variable._execution_engine
 # The `BoundSpec` of each spec_id. A session keeps all of its `BoundSpec`s alive, because a backward needs the spec of its
 # forward, even if the layer has another spec by then.
 _BOUND: WeakValueDictionary[int, BoundSpec] = WeakValueDictionary()
@@ -95,6 +96,13 @@ class Swap:
     said: str
 
 
+DelayedWgrad = tuple["Weight", Callable[..., Tensor]]  # a weight, and the function that computes its wgrad
+
+
+class WgradsOfBackward(list[DelayedWgrad]):
+    """Delayed wgrads of one backward: a list to which weak references are possible."""
+
+
 class StepState(PassState):
     """The layers of a model, and the state that their passes share.
 
@@ -113,7 +121,9 @@ class StepState(PassState):
         self.cores: list[LayerState] = []
         self.bounds: list[BoundSpec] = []
         self.weight_batch = WeightBatch()
-        self.waiting: deque[tuple[Weight, Callable[..., Tensor]]] = deque()  # delayed wgrads, see `backward_dw`
+        self.waiting: deque[DelayedWgrad] = deque()  # delayed wgrads of completed backwards, see `backward_dw`
+        # delayed wgrads of the running backwards, by the id of the backward
+        self._leaving: WeakValueDictionary[int, WgradsOfBackward] = WeakValueDictionary()
         self.steps = 0  # optimizer steps so far
         self.swaps: list[Swap] = []  # recipe changes that were made
         self.scheduled: list[tuple[Swap, Any]] = []  # (recipe change to come, its recipe)
@@ -146,6 +156,16 @@ class StepState(PassState):
         """Move the model's hooks that must run first to the front again, after FSDP has inserted another hook there."""
 
     # ---- the layers
+
+    def delay_wgrad(self, weight: Weight, wgrad: Callable[..., Tensor]) -> None:
+        """Append a delayed wgrad to `waiting` at the end of the running backward. If the backward raises an exception, autograd
+        frees the callback, and with the callback the wgrads."""
+        task = torch._C._current_graph_task_id()
+        left = self._leaving.get(task)
+        if left is None:
+            left = self._leaving[task] = WgradsOfBackward()
+            _ENGINE.queue_callback(partial(self.waiting.extend, left))
+        left.append((weight, wgrad))
 
     @property
     def device(self) -> torch.device:

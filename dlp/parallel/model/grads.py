@@ -273,8 +273,9 @@ class PartialGradients:
 def backward_dw(model: nn.Module) -> int:
     """Compute all delayed wgrads of a model and accumulate them into `grad` or the main gradient.
 
-    Call `backward_dw` after the backwards of one or several microbatches, and before gradients are clipped or read. Gradient
-    hooks of the parameters are not called.
+    Call `backward_dw` after the backwards of one or several microbatches, and before gradients are clipped or read. Hooks of
+    the parameters are not called with these gradients: autograd calls them in backward, with None. Delayed wgrads of a backward
+    that raises an exception are dropped.
 
     Args:
         model: model whose layers delay wgrads (`delay_wgrad`).
