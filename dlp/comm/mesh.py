@@ -333,6 +333,7 @@ def build_mesh(
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     dims = ParallelDims.build(world_size(), dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
     init_process_group(device_type)
+    transports.forget_destroyed()
     mesh = init_device_mesh(device_type, tuple(dims.sizes.values()), mesh_dim_names=dims.axes)
     if transport != NCCL and dims.tp > 1:
         transports.ask_for(mesh[TP].get_group(), device_type, required=transport == MAPPED)

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import permutations
@@ -40,6 +41,7 @@ NO_TRANSPORT = nullcontext()  # `in_pass` of a group without a transport
 # the group has no transport, or "" if it has one. `use` sets entries of _OF_GROUP only.
 _OF_GROUP: dict[str, Transport | None] = {}
 _WHY_NOT: dict[str, str] = {}
+_default: Callable[[], ProcessGroup | None] | None = None  # weak reference to the default process group of these groups
 
 
 def transport_of(group: ProcessGroup) -> Transport | None:
@@ -99,6 +101,18 @@ def ask_for(group: ProcessGroup, device_type: str, *, required: bool = False) ->
             f"transport = 'mapped': the {group.size()} ranks of a group cannot map each other's memory: {why_not(group)}; set "
             f"transport = 'auto' or 'nccl'"
         )
+
+
+def forget_destroyed() -> None:
+    """Discard the transports of an earlier default process group, because torch gives the groups of the next one equal names.
+
+    `dlp.build_mesh` calls this function when the default process group exists."""
+    global _default
+    world = dist.group.WORLD
+    assert world is not None
+    if _default is not None and _default() is not world:
+        destroy()
+    _default = weakref.ref(world)
 
 
 def _on_gpus(group: ProcessGroup) -> Transport:

@@ -347,6 +347,17 @@ def test_it_says_who_carries_cuda_tensors(backends: str, said: str):
     assert line.startswith(f"tp 4: {said} (transport = 'nccl'")
 
 
+def test_a_later_process_group_of_equal_name_has_no_transport_of_a_destroyed_one():
+    found = []
+    for earlier in (object(), None):
+        group = dlp.build_mesh(device_type="cpu")["tp"].get_group()
+        found.append((group.group_name, transport.transport_of(group)))
+        transport.use(group, earlier)
+        dist.destroy_process_group()
+    transport.destroy()
+    assert found[0] == found[1] and found[1][1] is None
+
+
 def required() -> str:
     transport.destroy()
     try:
