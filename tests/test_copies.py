@@ -67,6 +67,19 @@ def test_a_copy_of_an_attached_model_casts_the_weights_it_has(again: Callable[[n
         assert_bit_equal(other(values(0)), 2 * model(values(0)))
 
 
+@pytest.mark.parametrize("again", WAYS.values(), ids=WAYS.keys())
+def test_a_copy_notices_an_optimizer_that_is_not_attached(again: Callable[[nn.Module], nn.Module]):
+    model = nn.Sequential(*(dlp.Linear(64, 64, recipe="fp8_current") for _ in range(2)))
+    trained(model, attached(model), range(2))
+    other = again(model)
+    trained(other, attached(other), range(2))
+    fused = torch.optim.AdamW(other[1].parameters(), lr=1e-1, fused=True)  # does not increment version counters
+    trained(other, fused, range(2))
+    y = other(values(9))
+    dlp.end_step(other)
+    assert_bit_equal(y, other(values(9)))
+
+
 def test_a_copy_of_held_weights_holds_its_own():
     with dlp.quantized_model_init(recipe="fp8_current"):
         layer = dlp.Linear(64, 64)

@@ -3,6 +3,7 @@ operations."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import threading
@@ -79,10 +80,11 @@ def test_dp_ranks_that_train_alone_are_stopped(ranks, sizes, attached):
 
 def partial_step(way: str) -> str:
     """Return the error of the first step of a model without `dlp.attach`. `way`: "norm behind columns": a norm reads
-    features that are sharded over tp; "steps in hooks": optimizers step inside of the backward; else they step after it."""
+    features that are sharded over tp; "copy of a norm behind columns": the same, in a copy of the model; "steps in hooks":
+    optimizers step inside of the backward; else they step after it."""
     torch.manual_seed(3)
     model: nn.Module
-    if way == "norm behind columns":
+    if way.endswith("norm behind columns"):
         model = Attention()
         for parameter in model.parameters():
             nn.init.normal_(parameter, 0.5, 0.5)
@@ -91,6 +93,7 @@ def partial_step(way: str) -> str:
         dlp.convert(model, groups, worker.mesh(tp=2))
         model.tp = None
         model.o.register_forward_pre_hook(lambda _, args: (args[0].flatten(-2) if args[0].dim() > 3 else args[0],))
+        model = copy.deepcopy(model) if way.startswith("copy") else model
     else:
         model = make(2)
     optimizers = {p: SGD([p], lr=0.1) for p in model.parameters()}
@@ -109,8 +112,11 @@ def partial_step(way: str) -> str:
 @pytest.mark.ranks(2)
 def test_partial_gradients_stop_steps_without_attach(ranks):
     assert ranks(2).run(partial_step, "steps behind backward") == ["", ""]
-    for said in ranks(2).run(partial_step, "norm behind columns"):
-        assert said.startswith("q_norm.weight is replicated on tp, but its gradient differs between tp ranks (norms ")
+    for way in ("norm behind columns", "copy of a norm behind columns"):
+        for said in ranks(2).run(partial_step, way):
+            assert said.startswith(
+                "q_norm.weight is replicated on tp, but its gradient differs between tp ranks (norms "
+            )
     for said in ranks(2).run(partial_step, "steps in hooks"):
         assert said.startswith("an optimizer steps inside of a backward, before the gradient of block.")
         assert "is summed over tp" in said

@@ -70,6 +70,10 @@ class Replicas:
         self._own: set[tuple[str, str]] = set()  # (axis, name) of plain parameters that the user has sharded
         self._steps = 0  # steps of optimizers that are not attached
 
+    def of_copy(self, model: nn.Module) -> Replicas:
+        """Return the object that compares replicas of `model`, a copy of the model of this object."""
+        return Replicas(model, self._partial, self.groups)
+
     def holds_some(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer holds a parameter of the model, or the master weight of one."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -183,6 +183,20 @@ class Session(StepState):
                 f"attached optimizer, each forward and backward casts them: call dlp.attach for this optimizer too"
             )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        """Return the session of a copied model. Optimizers of the copy are watched, and replicas of its parameters are
+        compared if the model was copied, not only a layer of the model."""
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, Session)
+        model = None if self.replicas is None else memo.get(id(self.replicas.model))
+        new.replicas = None if model is None else self.replicas.of_copy(model)
+        _watch_optimizers(new)
+        return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _watch_optimizers(self)
+
     def share(self, memo: dict[int, Any]) -> None:
         memo[id(self.plan)] = self.plan
 
