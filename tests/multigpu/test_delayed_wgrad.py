@@ -163,7 +163,20 @@ def partial_sum() -> tuple[int, list[tuple[str, ...]]]:
     return dlp.backward_dw(model), [row.notes for row in plan.layers]
 
 
+def partial_sum_of_an_explicit_layer() -> tuple[int, float, str]:
+    """Return the number of delayed wgrads, the element of dw that 2 ranks with 8 tokens of ones have, and the note."""
+    mesh = worker.mesh(tp=2)
+    layer = dlp.Linear(16, 16, tp=mesh["tp"], sequence_parallel=True, delay_wgrad=True, device=worker.device())
+    model = torch.nn.Sequential(layer)
+    (said,) = layer.core.session.noted
+    dlp.attach(model, torch.optim.SGD(model.parameters()))
+    model(torch.ones(8, 16, device=worker.device(), requires_grad=True)).sum().backward()
+    return dlp.backward_dw(model), local_grad(layer.weight)[0, 0].item(), said
+
+
 @pytest.mark.ranks(2)
 def test_parts_of_a_sum_over_tp_do_not_wait(ranks):
     for waited, (notes,) in ranks(2).run(partial_sum):
         assert waited == 0 and any("wgrad is not delayed" in note for note in notes)
+    for waited, element, said in ranks(2).run(partial_sum_of_an_explicit_layer):
+        assert (waited, element) == (0, 2 * 8.0) and said.startswith("Linear: wgrad is not delayed: ")

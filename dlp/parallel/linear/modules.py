@@ -440,11 +440,13 @@ class Linear(ParallelLinear):
             shard_sizes(row, size, in_features, 1 if group is None else group.size(), type(self).__name__)
         problem = auto.Problem(row, auto.NOMINAL, in_features, sizes, made)
         chosen = auto.at_construction(self.overlap, problem, group, device_type)
+        asked = LayerOptions(save_original_input=save_original_input or None, delay_wgrad=delay_wgrad or None)
         spec = LinearSpec(
             name or type(self).__name__, row, made, Overlaps.named(chosen), group, members=members,
-            options=LayerOptions(save_original_input=save_original_input or None, delay_wgrad=delay_wgrad or None),
-            return_bias=return_bias,
+            options=asked.settled(row), return_bias=return_bias,
         )  # fmt: skip
+        for reason in asked.refusals(row):
+            session.note(f"{spec.name}: {reason}")
         self.in_features, self.out_features = in_features, out_features
         owners = [Member(self, *names) for names in self._parameter_names(len(sizes))]
         for member, size in zip(owners, sizes, strict=True):

@@ -90,6 +90,11 @@ class LayerOptions:
             each.name: bool(getattr(self, each.name)) and each.metadata["refused"](style) is None for each in OPTIONS
         })  # fmt: skip
 
+    def refusals(self, style: ParallelStyle) -> list[str]:
+        """Return the reason for each option that is set and that the style does not support."""
+        reasons = [each.metadata["refused"](style) for each in OPTIONS if getattr(self, each.name)]
+        return [reason for reason in reasons if reason is not None]
+
     def notes(self, style: ParallelStyle) -> tuple[str, ...]:
         """Return a note of the plan for each option that is set: the effect, or the reason why the style does not support
         it."""
