@@ -166,3 +166,22 @@ def of_inputs_only() -> tuple[float, list[str]]:
 def test_gradients_of_inputs_are_nobodys_part(ranks):
     for norm, left in ranks(2).run(of_inputs_only):
         assert norm > 0 and left == []
+
+
+def notes_of_an_explicit_layer() -> tuple[list[str], list[str]]:
+    """Return the notes of a sequence-parallel layer after a backward: without and with `dlp.attach`."""
+    found = []
+    for attached in (False, True):
+        layer = dlp.RowParallelLinear(32, 16, bias=True, tp=worker.mesh(tp=2)["tp"], sequence_parallel=True)
+        model = torch.nn.Sequential(layer.to(worker.device()))
+        if attached:
+            dlp.attach(model, torch.optim.SGD(model.parameters()))
+        model(torch.ones(8, 16, device=worker.device())).sum().backward()
+        found.append(sorted(layer.core.session.noted))
+    return found[0], found[1]
+
+
+@pytest.mark.ranks(2)
+def test_an_explicit_layer_without_attach_says_that_nothing_sums_its_gradients(ranks):
+    said = "RowParallelLinear: the gradient of bias covers only the tokens of this tp rank: call dlp.attach"
+    assert ranks(2).run(notes_of_an_explicit_layer) == [([said], [])] * 2

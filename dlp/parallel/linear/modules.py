@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -383,7 +384,8 @@ class Linear(ParallelLinear):
         bias: whether to add a learnable bias.
         tp: tensor-parallel ranks: a DeviceMesh with one axis, such as `mesh["tp"]`, or a ProcessGroup. None: this rank
             alone.
-        sequence_parallel: whether x is the token shard of this rank; gradients of parameters are then summed over tp.
+        sequence_parallel: whether x is the token shard of this rank; after `dlp.attach` or `dlp.convert`, gradients of
+            parameters are summed over tp.
         recipe: name of a recipe ("fp8_current"), or a `Recipe`.
         overlap: "auto", "serial" or "chunked", or a dict from "fprop", "dgrad" and "wgrad" to these names. "auto" chooses
             at construction from the tables in dlp/parallel/tables, for a total of 8192 tokens over the tp ranks; `dlp.convert`
@@ -458,6 +460,11 @@ class Linear(ParallelLinear):
         self.core.weights.check(self.core.spec.recipe)
         session.cores.append(self.core)
         self.tp_partial = partial_names(spec, owners)
+        partials = [name for name in self.tp_partial if self._parameters[name] is not None]
+        if partials and spec.tp > 1:
+            names = " and ".join(partials)
+            said = f"{spec.name}: the gradient of {names} covers only the tokens of this tp rank: call dlp.attach"
+            session.check_gradients = partial(session.note, said)
 
     def _parameter_names(self, count: int) -> list[tuple[str, str]]:
         """Return the names of the weight and the bias of each sibling."""
