@@ -122,6 +122,24 @@ def test_what_cannot_be_made_is_refused():
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_an_optimizer_steps_as_the_optimizer(kind: str):
+    """Model and optimizer are copied together, so that the copied optimizer updates the copied model."""
+    model = model_of()
+    optimizer = made(kind, model)
+    give_gradients(model, 1)
+    dlp.optim.clip_(optimizer, 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+    other, copied = copy.deepcopy((model, optimizer))
+    assert copied.grad_scale == optimizer.grad_scale > 1
+    for each in (model, other):
+        give_gradients(each, 2)
+    optimizer.step()
+    copied.step()
+    assert_all_bit_equal(other.state_dict(), model.state_dict())
+
+
 def resumed_on_shards(folder: str, kind: str) -> list[str]:
     """Train on 2 FSDP ranks, once without interruption, and once with a save and a load by torch's checkpoint in the
     middle. Return the names of the parameters that differ between the two runs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,12 +28,21 @@ class LowBitAdamW(ScaledOptimizer):
         self, params: Iterable[Any], encoding: Encoding, *, lr: float, betas: tuple[float, float], eps: float,
         weight_decay: float = 0.0,
     ) -> None:  # fmt: skip
+        self.encoding = encoding
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.encoding, device = encoding, self.grad_scale.device
         for group in self.param_groups:
-            group["lr"] = torch.tensor(group["lr"], device=device)
-        self._wraps = {name: encoding.wrap(signed, device) for name, signed in AVERAGES.items()}
-        self._step = compiled(step_of_one) if device.type == "cuda" else step_of_one
+            group["lr"] = torch.tensor(group["lr"], device=self.grad_scale.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"encoding": self.encoding}
+
+    @cached_property
+    def _wraps(self) -> dict[str, Wrap]:
+        return {name: self.encoding.wrap(signed, self.grad_scale.device) for name, signed in AVERAGES.items()}
+
+    @cached_property
+    def _step(self) -> Callable[..., None]:
+        return compiled(step_of_one) if self.grad_scale.device.type == "cuda" else step_of_one
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as torch does, but cast codes back to their dtype: torch casts states to the dtype of the

@@ -28,6 +28,10 @@ class ScaledOptimizer(Optimizer):
         device = self.param_groups[0]["params"][0].device
         self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy or pickle. Optimizers of torch copy only defaults, states and parameter groups."""
+        return super().__getstate__() | {"grad_scale": self.grad_scale, "found_inf": self.found_inf}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
