@@ -140,6 +140,16 @@ def test_a_copy_of_an_optimizer_steps_as_the_optimizer(kind: str):
     assert_all_bit_equal(other.state_dict(), model.state_dict())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_group_may_be_empty(kind: str):
+    model = model_of()
+    group = {"params": list(model.parameters())}
+    optimizer = getattr(dlp.optim, kind)([{"params": []}, group], lr=1e-2)
+    give_gradients(model, 1)
+    optimizer.step()
+    assert not torch.equal(model.head.weight, model_of().head.weight)
+
+
 def resumed_on_shards(folder: str, kind: str) -> list[str]:
     """Train on 2 FSDP ranks, once without interruption, and once with a save and a load by torch's checkpoint in the
     middle. Return the names of the parameters that differ between the two runs."""

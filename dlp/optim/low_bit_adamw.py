@@ -31,18 +31,18 @@ class LowBitAdamW(ScaledOptimizer):
         self.encoding = encoding
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         for group in self.param_groups:
-            group["lr"] = torch.tensor(group["lr"], device=self.grad_scale.device)
+            group["lr"] = torch.tensor(group["lr"], device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"encoding": self.encoding}
 
     @cached_property
     def _wraps(self) -> dict[str, Wrap]:
-        return {name: self.encoding.wrap(signed, self.grad_scale.device) for name, signed in AVERAGES.items()}
+        return {name: self.encoding.wrap(signed, self.device) for name, signed in AVERAGES.items()}
 
     @cached_property
     def _step(self) -> Callable[..., None]:
-        return compiled(step_of_one) if self.grad_scale.device.type == "cuda" else step_of_one
+        return compiled(step_of_one) if self.device.type == "cuda" else step_of_one
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as torch does, but cast codes back to their dtype: torch casts states to the dtype of the

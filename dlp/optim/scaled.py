@@ -25,8 +25,13 @@ class ScaledOptimizer(Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         _check_groups(type(self).__name__, self.param_groups)
-        device = self.param_groups[0]["params"][0].device
-        self.grad_scale, self.found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+        self.grad_scale, self.found_inf = torch.ones((), device=self.device), torch.zeros((), device=self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters; the CPU for an optimizer without parameters."""
+        devices = (parameter.device for group in self.param_groups for parameter in group["params"])
+        return next(devices, torch.device("cpu"))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or pickle. Optimizers of torch copy only defaults, states and parameter groups."""
