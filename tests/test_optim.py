@@ -141,6 +141,20 @@ def test_a_copy_of_an_optimizer_steps_as_the_optimizer(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_scalars_are_fp32_for_every_default_dtype(kind: str):
+    """In bf16, the number of steps would stay at 256."""
+    model = model_of()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer = made(kind, model)
+        optimizer.make_state()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    steps = [state["step"] for state in optimizer.state.values() if "step" in state]
+    assert {each.dtype for each in (optimizer.grad_scale, optimizer.found_inf, *steps)} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_first_group_may_be_empty(kind: str):
     model = model_of()
     group = {"params": list(model.parameters())}

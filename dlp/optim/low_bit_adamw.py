@@ -54,7 +54,7 @@ class LowBitAdamW(ScaledOptimizer):
                     state[name]["codes"] = state[name]["codes"].to(self.encoding.dtype)
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        step = torch.zeros((), device=parameter.device)
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step, **{name: self.encoding.zeros(parameter) for name in AVERAGES}}
 
     def step_of_group(self, group: dict[str, Any]) -> None:

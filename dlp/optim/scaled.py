@@ -25,7 +25,8 @@ class ScaledOptimizer(Optimizer):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
         _check_groups(type(self).__name__, self.param_groups)
-        self.grad_scale, self.found_inf = torch.ones((), device=self.device), torch.zeros((), device=self.device)
+        options: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
+        self.grad_scale, self.found_inf = torch.ones((), **options), torch.zeros((), **options)
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +67,7 @@ class ScaledOptimizer(Optimizer):
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state of a parameter before its first step: by default step and averages of AdamW, all zero."""
-        step = torch.zeros((), device=parameter.device)
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step, **{name: torch.zeros_like(parameter) for name in AVERAGES}}
 
 
