@@ -155,6 +155,19 @@ def test_scalars_are_fp32_for_every_default_dtype(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_group_that_is_added_later_is_checked(kind: str):
+    optimizer = made(kind, model_of())
+    with pytest.raises(ValueError, match=f"{kind}: lr must be a finite number >= 0; got -1.0"):
+        optimizer.add_param_group({"params": nn.Linear(4, 4).weight, "lr": -1.0})
+    if kind == "Muon":
+        with pytest.raises(ValueError, match=r"holds 2-D parameters; got shape \(4,\)"):
+            optimizer.add_param_group({"params": nn.Linear(4, 4).bias, "matrices": True})
+    elif kind != "InvariantAdamW":
+        with pytest.raises(ValueError, match=f"{kind}: parameters must be fp32; got torch.bfloat16"):
+            optimizer.add_param_group({"params": nn.Linear(4, 4).bfloat16().weight})
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_first_group_may_be_empty(kind: str):
     model = model_of()
     group = {"params": list(model.parameters())}

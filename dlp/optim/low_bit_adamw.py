@@ -82,12 +82,14 @@ class _ByName(LowBitAdamW):
                 f"{type(self).__name__} stores averages in encodings of torchao, which is not installed: pip install 'dlp[ao]'"
             )
         super().__init__(params, ENCODINGS[self.kind], lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.dtype != torch.float32:
-                    raise ValueError(
-                        f"{type(self).__name__}: parameters must be fp32; got {parameter.dtype}: keep master weights in fp32"
-                    )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        for parameter in group["params"]:
+            if parameter.dtype != torch.float32:
+                raise ValueError(
+                    f"{type(self).__name__}: parameters must be fp32; got {parameter.dtype}: keep master weights in fp32"
+                )
 
 
 class AdamW8bit(_ByName):

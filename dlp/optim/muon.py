@@ -112,13 +112,15 @@ class Muon(ScaledOptimizer):
         eps: float = 1e-8,
     ) -> None:  # fmt: skip
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "matrices": False})
-        for group in self.param_groups:
-            for parameter in group["params"] if group["matrices"] else ():
-                if parameter.dim() != 2:
-                    raise ValueError(
-                        f"Muon: a group with matrices holds 2-D parameters; got shape {tuple(parameter.shape)}: put the "
-                        f"parameter into a group without matrices"
-                    )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        for parameter in group["params"] if group["matrices"] else ():
+            if parameter.dim() != 2:
+                raise ValueError(
+                    f"Muon: a group with matrices holds 2-D parameters; got shape {tuple(parameter.shape)}: put the "
+                    f"parameter into a group without matrices"
+                )
 
     def new_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         if group["matrices"]:

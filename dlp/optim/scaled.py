@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ class ScaledOptimizer(Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
-        _check_groups(type(self).__name__, self.param_groups)
         options: dict[str, Any] = {"dtype": torch.float32, "device": self.device}
         self.grad_scale, self.found_inf = torch.ones((), **options), torch.zeros((), **options)
 
@@ -37,6 +36,24 @@ class ScaledOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or pickle. Optimizers of torch copy only defaults, states and parameter groups."""
         return super().__getstate__() | {"grad_scale": self.grad_scale, "found_inf": self.found_inf}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.check_group(self.param_groups[-1])
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a learning rate, eps or weight decay that is negative or not finite, and for betas outside
+        [0, 1)."""
+        name = type(self).__name__
+        for key in ("lr", "eps", "weight_decay"):
+            value = group.get(key, 0.0)
+            if getattr(value, "is_meta", False):
+                continue
+            if not 0 <= float(value) < float("inf"):
+                raise ValueError(f"{name}: {key} must be a finite number >= 0; got {float(value)}")
+        betas = tuple(group["betas"])
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"{name}: betas must be two numbers in [0, 1); got {betas}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -69,19 +86,3 @@ class ScaledOptimizer(Optimizer):
         """Return the state of a parameter before its first step: by default step and averages of AdamW, all zero."""
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step, **{name: torch.zeros_like(parameter) for name in AVERAGES}}
-
-
-def _check_groups(name: str, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError for a learning rate, eps or weight decay that is negative or not finite, and for betas outside [0, 1).
-
-    `name`: class name of the optimizer, for the message."""
-    for group in groups:
-        for key in ("lr", "eps", "weight_decay"):
-            value = group.get(key, 0.0)
-            if getattr(value, "is_meta", False):
-                continue
-            if not 0 <= float(value) < float("inf"):
-                raise ValueError(f"{name}: {key} must be a finite number >= 0; got {float(value)}")
-        betas = tuple(group["betas"])
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"{name}: betas must be two numbers in [0, 1); got {betas}")
