@@ -155,6 +155,20 @@ def test_scalars_are_fp32_for_every_default_dtype(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_step_is_fp32_on_the_device_of_the_parameters(kind: str):
+    """torch leaves the step of a state dict as it is. On the CPU, the dtype shows that dlp converts it."""
+    model = model_of()
+    optimizer = made(kind, model)
+    optimizer.make_state()
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        if "step" in state:
+            state["step"] = state["step"].double()
+    optimizer.load_state_dict(saved)
+    assert all(state["step"].dtype == torch.float32 for state in optimizer.state.values() if "step" in state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_group_that_is_added_later_is_checked(kind: str):
     optimizer = made(kind, model_of())
     with pytest.raises(ValueError, match=f"{kind}: lr must be a finite number >= 0; got -1.0"):

@@ -55,6 +55,14 @@ class ScaledOptimizer(Optimizer):
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"{name}: betas must be two numbers in [0, 1); got {betas}")
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict as torch does, and move steps to the device, where the update reads them: torch leaves steps on the
+        device of the state dict, which is the CPU after `torch.load(map_location="cpu")`."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if "step" in state:
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=self.device)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
