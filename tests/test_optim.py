@@ -181,6 +181,27 @@ def test_a_group_that_is_added_later_is_checked(kind: str):
             optimizer.add_param_group({"params": nn.Linear(4, 4).bfloat16().weight})
 
 
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_the_step_of_low_bits_reads_the_learning_rate_as_a_tensor(kind: str, monkeypatch):
+    """A number would compile the step on a GPU anew for each value: also in a group that is added later, after a load, and
+    after an assignment to the group."""
+    model, optimizer, rates = model_of(), None, list[Tensor]()
+    optimizer = made(kind, model)
+    monkeypatch.setattr(optimizer, "_step", lambda *arguments: rates.append(arguments[5][0]))
+    optimizer.add_param_group({"params": nn.Parameter(torch.randn(4, 256))})
+    assert all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["lr"] = 0.5
+    optimizer.load_state_dict(saved)
+    assert all(isinstance(group["lr"], Tensor) for group in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.25
+    give_gradients(model, 1)
+    optimizer.step()
+    assert rates and all(isinstance(rate, Tensor) and rate == 0.25 for rate in rates)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_group_may_be_empty(kind: str):
     model = model_of()

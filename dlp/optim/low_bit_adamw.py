@@ -30,8 +30,6 @@ class LowBitAdamW(ScaledOptimizer):
     ) -> None:  # fmt: skip
         self.encoding = encoding
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        for group in self.param_groups:
-            group["lr"] = torch.tensor(group["lr"], device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"encoding": self.encoding}
@@ -44,10 +42,22 @@ class LowBitAdamW(ScaledOptimizer):
     def _step(self) -> Callable[..., None]:
         return compiled(step_of_one) if self.device.type == "cuda" else step_of_one
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group["lr"] = self._rate(group).clone()  # a tensor for each group, since schedules write into tensors
+
+    def _rate(self, group: dict[str, Any]) -> Tensor:
+        """Return the learning rate of a group as a tensor on the device: a number, which a schedule of the user may write into
+        the group, would compile the step anew for each value."""
+        return torch.as_tensor(group["lr"], dtype=torch.float32, device=self.device)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as torch does, but cast codes back to their dtype: torch casts states to the dtype of the
         parameter."""
         super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["lr"] = self._rate(group)
         for state in self.state.values():
             for name in AVERAGES:
                 if isinstance(state.get(name), dict):
@@ -59,7 +69,7 @@ class LowBitAdamW(ScaledOptimizer):
 
     def step_of_group(self, group: dict[str, Any]) -> None:
         settings = (*group["betas"], group["weight_decay"], group["eps"])
-        on_device = (group["lr"], self.grad_scale, self.found_inf)
+        on_device = (self._rate(group), self.grad_scale, self.found_inf)
         for parameter in group["params"]:
             if parameter.grad is not None:
                 state = self.state_of(parameter, group)
