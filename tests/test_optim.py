@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dlp
+from dlp.optim.encodings import ENCODINGS
 from tests import pool as worker
 from tests.cases import nightly
 from tests.metrics import assert_all_bit_equal, assert_bit_equal
@@ -166,6 +167,18 @@ def test_a_loaded_step_is_fp32_on_the_device_of_the_parameters(kind: str):
             state["step"] = state["step"].double()
     optimizer.load_state_dict(saved)
     assert all(state["step"].dtype == torch.float32 for state in optimizer.state.values() if "step" in state)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_codes_of_another_encoding_are_refused(kind: str):
+    for other in KINDS[:3]:
+        optimizer, saved = made(kind, model_of()), made(other, model_of())
+        saved.make_state()
+        if other == kind:
+            optimizer.load_state_dict(saved.state_dict())
+            continue
+        with pytest.raises(ValueError, match=f"{kind}: the state dict has codes of {ENCODINGS[other.lower()].name}"):
+            optimizer.load_state_dict(saved.state_dict())
 
 
 @pytest.mark.parametrize("kind", KINDS)

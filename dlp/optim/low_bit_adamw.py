@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dlp.optim.encodings import AVERAGES, ENCODINGS, Average, Encoding, Wrap, flat
+from dlp.optim.encodings import AVERAGES, ENCODINGS, Average, Encoding, Wrap, encoding_of, flat
 from dlp.optim.scaled import ScaledOptimizer
 from dlp.parallel.weight.local import local_values
 
@@ -54,7 +54,14 @@ class LowBitAdamW(ScaledOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as torch does, but cast codes back to their dtype: torch casts states to the dtype of the
-        parameter."""
+        parameter. Raises ValueError for codes of another encoding."""
+        for state in state_dict["state"].values():
+            for name in AVERAGES:
+                if isinstance(state.get(name), dict) and (found := encoding_of(**state[name])) != self.encoding:
+                    raise ValueError(
+                        f"{type(self).__name__}: the state dict has codes of {found.name}, and this optimizer has codes of "
+                        f"{self.encoding.name}: load the state dict into an optimizer of the class that saved it"
+                    )
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group["lr"] = self._rate(group)
