@@ -225,6 +225,22 @@ def test_the_first_group_may_be_empty(kind: str):
     assert not torch.equal(model.head.weight, model_of().head.weight)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_strided_parameters_are_updated_as_contiguous_ones(kind: str):
+    """One parameter has codes, the other has too few elements for codes."""
+    for shape in ((256, 256), (4, 8)):
+        values, grad = torch.randn(shape), torch.randn(shape)
+        parameters = nn.Parameter(values.t().contiguous().t()), nn.Parameter(values.clone())
+        for parameter in parameters:
+            matrices = {"matrices": True} if kind == "Muon" else {}
+            optimizer = getattr(dlp.optim, kind)([{"params": [parameter], **matrices}], lr=1e-2)
+            for _ in range(2):
+                parameter.grad = grad.clone()
+                optimizer.step()
+        assert_bit_equal(*parameters)
+        assert not torch.equal(parameters[0], values)
+
+
 def resumed_on_shards(folder: str, kind: str) -> list[str]:
     """Train on 2 FSDP ranks, once without interruption, and once with a save and a load by torch's checkpoint in the
     middle. Return the names of the parameters that differ between the two runs."""

@@ -70,7 +70,7 @@ class Encoding:
     def zeros(self, parameter: Tensor) -> Average:
         """Return an average of zeros, the state before the first step: encoded, or fp32 (`keeps_fp32`)."""
         if self.keeps_fp32(parameter.shape, shards_of(parameter)) is not None:
-            return torch.zeros_like(parameter)
+            return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
         codes = _zeros(parameter, self.packed, self.dtype)
         return {"codes": codes, "scale": _zeros(parameter, self.block, torch.float32)}
 

@@ -81,8 +81,11 @@ class LowBitAdamW(ScaledOptimizer):
             if parameter.grad is not None:
                 state = self.state_of(parameter, group)
                 averages = {name: flat(state[name]) for name in AVERAGES}
-                values, grad = local_values(parameter).view(-1), local_values(parameter.grad).reshape(-1)
-                self._step(values, grad, state["step"], averages, self._wraps, on_device, settings)
+                values, grad = local_values(parameter), local_values(parameter.grad).reshape(-1)
+                updated = values.reshape(-1)  # a copy of strided values, such as weights in channels_last
+                self._step(updated, grad, state["step"], averages, self._wraps, on_device, settings)
+                if not values.is_contiguous():
+                    values.copy_(updated.view_as(values))
 
 
 class _ByName(LowBitAdamW):
