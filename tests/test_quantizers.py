@@ -59,6 +59,14 @@ def test_out_is_filled_and_returned(quantizer: Quantizer):
 
 
 @every_quantizer
+def test_fp64_is_cast_as_fp32(quantizer: Quantizer):
+    x = matrix(2, 64, 96, dtype=torch.float32)
+    single, double = quantize(quantizer, x), quantize(quantizer, x.double())
+    if not quantizer.format.keeps_source:
+        assert_same(double, single)
+
+
+@every_quantizer
 @given(seed=SEEDS, exponent=EXPONENTS)
 def test_a_transposed_view_quantizes_like_its_copy(quantizer: Quantizer, seed: int, exponent: int):
     """The cast of a transposed view equals the cast of a contiguous copy, so rowwise(x.T) == columnwise(x)."""

@@ -193,12 +193,12 @@ def cast_fp8_block(
 ) -> Parts:  # fmt: skip
     """Return codes [rows, C] of `dtype` and fp32 scale_inv [row blocks, C blocks] of x [rows, C]; edge blocks may be partial.
 
-    If the quotient max/amax overflows, the scale is the largest finite value of the dtype of x.
+    If the quotient max/amax overflows, the scale is the largest finite value of the dtype of x, or of fp32 for fp64.
     """
     wide = to_blocks(widen(watched(x, flag)), block)
     scale = scale_from_amax(
         amax_of_blocks(wide), FP8_MAX[dtype], power_of_two=power_of_two, epsilon=epsilon,
-        inf_scale=torch.finfo(x.dtype).max,
+        inf_scale=min(torch.finfo(x.dtype).max, FLT_MAX),
     )  # fmt: skip
     codes = encode_fp8(wide * spread(scale), dtype)
     return into(out, (from_blocks(codes, (x.shape[0], x.shape[1])), scale.reciprocal()))
