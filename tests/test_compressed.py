@@ -111,6 +111,24 @@ def test_a_model_comes_back_with_the_same_forward(tmp_path, mode: Any) -> None:
         assert config["ignore"] == (["2"] if case == "int8" else [])
 
 
+@pytest.mark.parametrize("limits", [(4 << 30, 40_000), (40_000, 4 << 30), (20_000, 40_000)])
+def test_a_folder_holds_only_the_last_model(tmp_path, limits: tuple[int, int], monkeypatch) -> None:
+    """A save that writes other files than an earlier save into the same folder deletes the earlier files."""
+    x = torch.randn(8, 128).bfloat16()
+    for factor, limit in enumerate(limits, start=1):
+        monkeypatch.setattr("dlp.flows.compressed_models.FILE_BYTES", limit)
+        plain = model()
+        with torch.no_grad():
+            plain[0].weight *= factor
+        dlp.save_compressed(dlp.quantize_(plain, "int8"), tmp_path)
+    other = model()
+    dlp.load_compressed(other, tmp_path)
+    assert torch.equal(other(x), plain(x))
+    index = tmp_path / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    assert {file.name for file in tmp_path.glob("*.safetensors")} == names
+
+
 STATIC: dict[str, Any] = {
     "fp8_current": "fp8_current", "fp8_rowwise": "fp8_rowwise", "int8": "int8",
     "fp8_rowwise-any": {"name": "fp8_rowwise", "power_of_two": False}, "int8-wide": {"name": "int8", "narrow": False},

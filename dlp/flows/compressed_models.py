@@ -34,6 +34,8 @@ from dlp.quant.quantizer import Quantizer
 from dlp.quant.tensor import QuantizedTensor
 
 CONFIG, FILE_BYTES = "config.json", 4 << 30
+INDEX = "model.safetensors.index.json"
+WRITTEN = ("model.safetensors", "model-[0-9]*-of-[0-9]*.safetensors", INDEX)  # patterns of files of `_Writer`
 
 
 @torch.no_grad()
@@ -44,7 +46,7 @@ def save_compressed(model: nn.Module, folder: str | Path, config: Mapping[str, A
 
     Args:
         model: model after `dlp.quantize_` or `dlp.freeze`.
-        folder: folder, created if it does not exist.
+        folder: folder, created if it does not exist. Model files of an earlier save in the folder are deleted.
         config: content of config.json besides `quantization_config`; None: `model.config.to_dict()` if the model has a config.
 
     Returns:
@@ -170,7 +172,10 @@ class _Writer:
             places |= dict.fromkeys(names, name)
         if count > 1:
             index = {"metadata": {"total_size": self.total}, "weight_map": places}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            (self.folder / INDEX).write_text(json.dumps(index, indent=1))
+        for file in (file for pattern in WRITTEN for file in self.folder.glob(pattern)):
+            if file.name not in {*places.values(), *([INDEX] if count > 1 else [])}:
+                file.unlink()  # of an earlier save, whose codes a reader would take
         (self.folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
