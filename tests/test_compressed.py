@@ -129,6 +129,16 @@ def test_a_folder_holds_only_the_last_model(tmp_path, limits: tuple[int, int], m
     assert {file.name for file in tmp_path.glob("*.safetensors")} == names
 
 
+def test_other_users_can_read_the_files(tmp_path) -> None:
+    plain = model()
+    dlp.save_compressed(dlp.quantize_(plain, "int8"), tmp_path)
+    dlp.lora(plain, rank=4)
+    dlp.save_lora(plain, tmp_path)
+    (tmp_path / "plain").touch()
+    mode = (tmp_path / "plain").stat().st_mode
+    assert {file.name: oct(file.stat().st_mode) for file in tmp_path.iterdir() if file.stat().st_mode != mode} == {}
+
+
 STATIC: dict[str, Any] = {
     "fp8_current": "fp8_current", "fp8_rowwise": "fp8_rowwise", "int8": "int8",
     "fp8_rowwise-any": {"name": "fp8_rowwise", "power_of_two": False}, "int8-wide": {"name": "int8", "narrow": False},

@@ -153,9 +153,7 @@ class _Writer:
         self.bytes += size
 
     def _write(self) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self.tensors, str(self._path(len(self.files))), metadata={"format": "pt", **self.header})
+        write_file(self._path(len(self.files)), self.tensors, self.header)
         self.files.append(list(self.tensors))
         self.total += self.bytes
         self.tensors, self.header, self.bytes = {}, {}, 0
@@ -177,6 +175,17 @@ class _Writer:
             if file.name not in {*places.values(), *([INDEX] if count > 1 else [])}:
                 file.unlink()  # of an earlier save, whose codes a reader would take
         (self.folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def write_file(path: Path, tensors: dict[str, Tensor], header: Mapping[str, str]) -> None:
+    """Write a safetensors file with the mode that follows from the umask: safetensors creates files with mode 0600, which other
+    users cannot read."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, str(path), metadata={"format": "pt", **header})
+    path.chmod(mode)
 
 
 def header(exact: Mapping[str, Tensor]) -> dict[str, str]:

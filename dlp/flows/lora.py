@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from dlp.flows.compressed_models import write_file
 from dlp.flows.plain import quantize_
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.groups import LayerGroup
@@ -267,8 +268,6 @@ def save_lora(model: nn.Module, folder: str | Path, base_model: str = "") -> Non
         >>> names = dlp.lora(model, rank=4)
         >>> dlp.save_lora(model, "adapter")
     """
-    from safetensors.torch import save_file
-
     found = list(adapted(model))
     if not found:
         raise ValueError("save_lora: the model has no adapter; call dlp.lora first")
@@ -287,7 +286,7 @@ def save_lora(model: nn.Module, folder: str | Path, base_model: str = "") -> Non
         "use_dora": False, "inference_mode": True,
     }  # fmt: skip
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(Path(folder) / WEIGHTS), metadata={"format": "pt"})
+    write_file(Path(folder) / WEIGHTS, tensors, {})
     (Path(folder) / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
