@@ -28,6 +28,13 @@ def test_packed_linears_multiply_the_codes(group: int, symmetric: bool) -> None:
     assert 0 < (y - expected).float().norm() < 0.02 * expected.float().norm()
 
 
+def test_packed_linears_run_without_tokens() -> None:
+    model = nn.Sequential(nn.Linear(64, 32)).bfloat16()
+    dlp.pack_int4(dlp.quantize_(model, dlp.recipe("qat", weight="int4 group 32")))
+    for shape in ((0,), (2, 0)):
+        assert model(torch.randn(*shape, 64).bfloat16()).shape == (*shape, 32)
+
+
 def test_what_the_kernel_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def quantized(weight: str, rows: int = 64, mode: str = "weight_only") -> nn.Module:
         model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, rows)).bfloat16()

@@ -53,7 +53,7 @@ class PackedInt4Linear(nn.Module):
             )
         rows = x.reshape(-1, self.in_features).contiguous()
         y = torch._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scale_and_zero).view(
-            *x.shape[:-1], -1
+            *x.shape[:-1], self.out_features
         )
         return y if self.bias is None else y + self.bias
 
