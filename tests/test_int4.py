@@ -35,6 +35,12 @@ def test_packed_linears_run_without_tokens() -> None:
         assert model(torch.randn(*shape, 64).bfloat16()).shape == (*shape, 32)
 
 
+def test_y_is_bf16_for_an_fp32_bias() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    dlp.pack_int4(dlp.quantize_(model, dlp.recipe("qat", weight="int4 group 32")))
+    assert model(torch.randn(2, 64).bfloat16()).dtype == torch.bfloat16
+
+
 def test_what_the_kernel_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def quantized(weight: str, rows: int = 64, mode: str = "weight_only") -> nn.Module:
         model = nn.Sequential(nn.Linear(256, 64), nn.Linear(64, rows)).bfloat16()

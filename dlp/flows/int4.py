@@ -55,7 +55,7 @@ class PackedInt4Linear(nn.Module):
         y = torch._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scale_and_zero).view(
             *x.shape[:-1], self.out_features
         )
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, group={self.group}"
