@@ -202,6 +202,18 @@ def test_the_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:
     assert 0.1 <= len(texts[1]) / sum(map(len, texts)) < 0.12
 
 
+@pytest.mark.parametrize("begin", ["", "title\n", "a\n", "ab\n"])
+def test_a_long_line_is_cut_between_characters(tmp_path: Path, begin: str) -> None:
+    """The title must not become the complete training split."""
+    text = begin + "\N{EURO SIGN}" * 1000
+    (tmp_path / "book.txt").write_text(text)
+    prepare({"book.txt": tmp_path / "book.txt"}, tmp_path / "out", validation=0.1)
+    opened = open_data(str(tmp_path / "out"), 257)
+    texts = [bytes(each[0].tokens[:-1].astype(np.uint8)).decode() for each in (opened.train, opened.validation)]
+    assert "".join(texts) == text
+    assert 0.099 < len(texts[1].encode()) / len(text.encode()) < 0.101
+
+
 def test_of_a_few_large_files_the_end_of_the_largest_is_held_out(tmp_path: Path) -> None:
     for name, size in (("a", 1000), ("b", 3000)):
         (tmp_path / name).write_bytes(b"x" * size)

@@ -75,6 +75,15 @@ def tail(sizes: Mapping[str, int], share: float) -> tuple[str, int]:
     return largest, at
 
 
+def beginning(text: bytes, at: int) -> int:
+    """Return the first byte of the line that contains byte `at`. If this line begins so early that the part from there on would
+    be more than twice as long as the part from `at` on, return the first byte of the UTF-8 character at `at`."""
+    line = text.rfind(b"\n", max(0, 2 * at - len(text)), at) + 1
+    while not line and at > 0 and text[at] & 0xC0 == 0x80:  # a byte inside a character
+        at -= 1
+    return line or at
+
+
 def row_split(name: str, share: float) -> str:
     """Return the split of a row, chosen by a hash of `name`, which consists of file name and row number."""
     number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
@@ -95,7 +104,7 @@ def documents(files: Mapping[str, Path], share: float, column: str) -> Iterator[
                     yield Document(row_split(f"{name}:{number}", share), (f"{path}, row {number}", text), size)
         elif cut is not None and cut[0] == name:
             text = path.read_bytes()
-            at = text.rfind(b"\n", 0, cut[1]) + 1 or cut[1]
+            at = beginning(text, cut[1])
             yield Document("train", (str(path), text[:at]), at)
             yield Document("validation", (str(path), text[at:]), len(text) - at)
         else:
