@@ -214,6 +214,14 @@ def test_a_long_line_is_cut_between_characters(tmp_path: Path, begin: str) -> No
     assert 0.099 < len(texts[1].encode()) / len(text.encode()) < 0.101
 
 
+def test_an_empty_file_is_no_validation_split(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a line\n" * 100)
+    (tmp_path / "empty.txt").touch()
+    prepare(list_files([tmp_path / "book.txt", tmp_path / "empty.txt"]), tmp_path / "out", validation=0.1)
+    opened = open_data(str(tmp_path / "out"), 257)
+    assert len(opened.validation[0].tokens) == 71 and len(opened.train[0].tokens) == 700 - 70 + 2
+
+
 def test_of_a_few_large_files_the_end_of_the_largest_is_held_out(tmp_path: Path) -> None:
     for name, size in (("a", 1000), ("b", 3000)):
         (tmp_path / name).write_bytes(b"x" * size)

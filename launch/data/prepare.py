@@ -54,6 +54,8 @@ def held_out(sizes: Mapping[str, int], share: float) -> set[str]:
     ranked = sorted(small, key=lambda name: hashlib.sha256(name.encode()).digest())
     filled = itertools.accumulate((sizes[name] for name in ranked), initial=0)
     chosen = {name for name, before in zip(ranked, filled, strict=False) if before < budget}
+    if not any(sizes[name] for name in chosen):
+        return set()  # files without text are no validation split
     if chosen and len(chosen) == len(sizes):
         raise ValueError(
             f"a validation share of {share} leaves nothing to train on, because whole files are held out and there are "
