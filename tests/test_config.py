@@ -206,6 +206,7 @@ llama3_1b
     --train.cuda_graph: expected "auto", true or false, got 'yes'
 """
 LONG_NAME = "x" * 5000
+LONG_NUMBER = "1" + "0" * 400  # larger than every float
 
 
 @pytest.mark.parametrize(
@@ -219,8 +220,35 @@ LONG_NAME = "x" * 5000
         (["--groups.default.match", f'["{LONG_NAME}..a"]'], "tiny.toml: [[groups]] 'default': "),
         (["--run.dir", "[1, " + "2, " * 3000 + "3]"], "--run.dir: expected a string that is not empty, got [1, 2"),
         (["--train.lr", "1 " * 3000], "--train.lr: expected a number > 0, got '1 1"),
+        (["--train.lr", LONG_NUMBER], "--train.lr: expected a number > 0, got 1000"),
+        (["--train.steps", LONG_NUMBER], "--train.steps: expected an integer >= 1, got 1000"),
+        (["--train.skip_spikes", LONG_NUMBER], "--train.skip_spikes: expected a number > 1, or 0, got 1000"),
+        (
+            ["--train.betas", f"[0, {LONG_NUMBER}]"],
+            "--train.betas: expected a list of 2 numbers >= 0 and < 1, got [0, 1000",
+        ),
+        (
+            ["--model.rope_scaling", f"{{ rope_type = 'linear', factor = {LONG_NUMBER} }}"],
+            "--model.rope_scaling: expected a",
+        ),
+        (["--model.rope_scaling", "{ rope_type = 'linear', factor = inf }"], "--model.rope_scaling: expected a table"),
     ],
-    ids=["newline", "in a value", "option", "number", "recipe", "pattern", "list", "words"],
+    ids=[
+        "newline",
+        "in a value",
+        "option",
+        "name",
+        "recipe",
+        "pattern",
+        "list",
+        "words",
+        "number",
+        "integer",
+        "number or 0",
+        "numbers",
+        "table",
+        "infinite",
+    ],
 )
 def test_a_refusal_is_one_short_line_whatever_was_typed(arguments: list[str], said: str) -> None:
     message = refused(arguments)

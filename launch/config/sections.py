@@ -152,7 +152,7 @@ class Train(Section):
     )
     clip: float = setting(number("> 0"), "gradients are scaled down to this global norm if the norm is larger", 1.0)
     skip_spikes: float = setting(
-        Rule("a number > 1, or 0", (int, float), lambda value: value == 0 or 1 < value < float("inf"), float),
+        Rule("a number > 1, or 0", (int, float), lambda value: value == 0 or number("> 1").accepts(value), float),
         "the optimizer step is skipped, at most 5 times in a row, if the gradient norm exceeds this multiple of the median of "
         "the last 100 norms; 0: never",
         0.0,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from launch.settings.schema import number
+
+POSITIVE = number("> 0")
 ORIGINAL = "original_max_position_embeddings"
 # rope_type -> required keys, optional keys
 SCALINGS: dict[str, tuple[set[str], set[str]]] = {
@@ -20,6 +23,4 @@ def is_scaling(value: Any) -> bool:
         return False
     needed, allowed = SCALINGS[kind]
     keys = value.keys() - {"rope_type"}
-    return needed <= keys <= needed | allowed and all(
-        type(value[key]) in (int, float) and value[key] > 0 for key in keys
-    )
+    return needed <= keys <= needed | allowed and all(POSITIVE.accepts(value[key]) for key in keys)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
@@ -61,7 +61,7 @@ class Rule:
 
 def _bounded(bounds: tuple[str, ...]) -> Callable[[Any], bool]:
     limits = [(COMPARE[sign], float(bound)) for sign, bound in map(str.split, bounds)]
-    return lambda value: math.isfinite(value) and all(compare(value, bound) for compare, bound in limits)
+    return lambda value: abs(value) <= sys.float_info.max and all(compare(value, bound) for compare, bound in limits)
 
 
 def integer(*bounds: str, also: tuple[int, ...] = ()) -> Rule:
