@@ -149,3 +149,6 @@ def test_a_continued_run_says_where_its_learning_rate_leaves_the_curve():
     (early,) = rate_remarks(10, to_toml(before), load("tiny", ["--train.steps=300", "--train.lr=0.02"]).train)
     assert "because train.lr changed" in early
     assert list(rate_remarks(10, to_toml(before), longer.train)) == [], "the warm-up is the same"
+    to_zero = load("tiny", ["--train.steps=300", "--train.min_lr=0"])
+    (no_way,) = rate_remarks(300, to_toml(to_zero), longer.train)
+    assert no_way.endswith("changed the schedule"), "--train.lr 0 would be refused"

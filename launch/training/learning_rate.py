@@ -40,8 +40,8 @@ def rate_remarks(done: int, before: str, now: Train) -> Iterator[str]:
     last, would, will = learning_rate(max(done - 1, 0), old), learning_rate(done, old), learning_rate(done, now)
     if not math.isclose(would, will, rel_tol=1e-6):
         bent = ", ".join(f"train.{key}" for key in CURVE if getattr(old, key) != getattr(now, key))
+        keep = f"; to keep {would:.4g}: --train.lr {would:.4g} --train.min_lr 1 --train.warmup 0" * (would > 0)
         yield (
             f"WARNING: the learning rate goes from {last:.4g} in step {done} to {will:.4g} in step {done + 1}, where the "
-            f"previous settings would give {would:.4g}, because {bent} changed the schedule; to keep "
-            f"{would:.4g}: --train.lr {would:.4g} --train.min_lr 1 --train.warmup 0"
+            f"previous settings would give {would:.4g}, because {bent} changed the schedule{keep}"
         )
