@@ -431,7 +431,6 @@ class Trainer:
         config, steps, loss, begun = self.config, self.config.train.steps, math.nan, done
         settled = begun + SETTLED
         in_flight: Step | None = None
-        self.find_scales(done)
         cast_weights_first(self.built.model, DTYPES[config.train.dtype])
         while done < steps and not self.wants_stop:
             with self.slowly("a first step, which compiles", done < settled):
@@ -443,14 +442,14 @@ class Trainer:
             self.stop.beat()
             if done == begun + SETTLED and self.built.device.type == "cuda":
                 current.remarks += capture.describe(self.built.model)
-            if self.tell_recipes(current) and done < steps:
+            saves = config.checkpoint.due(done, done == steps)
+            validates = done % config.train.eval_every == 0 or done == steps
+            if self.tell_recipes(current):
                 settled = done + SETTLED
                 self.read(in_flight)  # handle a stop request or NaN before `find_scales`
                 in_flight = None
-                if not self.wants_stop:
+                if validates or not self.wants_stop:
                     self.find_scales(done)
-            saves = config.checkpoint.due(done, done == steps)
-            validates = done % config.train.eval_every == 0 or done == steps
             if in_flight is not None and (saves or validates or self.wants_stop):
                 self.read(in_flight)
                 in_flight = None
@@ -493,6 +492,7 @@ class Trainer:
         began, self.doing = time.perf_counter(), ""
         try:
             with self.replays.stream():
+                self.find_scales(done)
                 done, loss = self.loop(done) if done < steps else (done, self.validate())
         except NotFinite:
             try:

@@ -168,6 +168,26 @@ def test_a_run_that_is_asked_to_stop_saves_before_it_finds_scales(ranks, tmp_pat
     assert training.metrics(again) == training.metrics(whole)
 
 
+@pytest.mark.ranks(2)
+def test_every_validation_has_scales(ranks, tmp_path, data):
+    """A validation right after a recipe change: in a run that goes on, that is asked to stop, and that has done its last
+    step; and the validation of a run that has nothing to do, with another recipe."""
+    swap = ("--groups.default.swap", '[{at_step = 1, recipe = "fp8_delayed"}]')
+    settings = ("--recipe=bf16", "--train.eval_every=1", "--train.schedule=constant", "--checkpoint.every=100")
+
+    def validated(name: str, run: Any, *changes: str) -> float:
+        made = config(tmp_path, data, *settings, f"--run.dir={tmp_path}/{name}", *changes)
+        ranks(2).run(run, made)
+        assert passes(made) == ["step 2: 3 passes without an update found 18 delayed scales"]
+        return training.metrics(made, "validation_loss")[1]
+
+    whole = validated("whole", training.run, *swap, "--train.steps=2")
+    assert whole == validated("stopped", asked, *swap, "--train.steps=2")
+    assert whole == validated("last", training.run, *swap, "--train.steps=1")
+    ranks(2).run(training.run, config(tmp_path, data, *settings, f"--run.dir={tmp_path}/done", "--train.steps=1"))
+    validated("done", training.run, "--recipe=fp8_delayed", "--train.steps=1")
+
+
 BF16_SECOND = '\n[[groups]]\nname = "edges"\nmatch = ["layers.-1.**"]\nrecipe = "bf16"\n'
 
 
