@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         chosen = choose(config, ranks, sizes_of_tp(config, rest))
         if not options.print_config:
             check_here(config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     if options.print_config:

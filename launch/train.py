@@ -259,6 +259,8 @@ def main() -> None:
             config, remarks = on_one_rank(config, sys.argv[1:])
     except ValueError as error:
         refuse(str(error))
+    except OSError as error:
+        refuse(said(error))
     if options.print_config or options.plan:
         print(plan or to_toml(config).rstrip())
     else:

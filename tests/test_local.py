@@ -123,6 +123,12 @@ def test_mistakes_are_one_sentence_before_any_rank_starts(machine, capsys, tmp_p
     assert out == "" and err.startswith(sentence) and err.count("\n") == 1
 
 
+def test_a_shard_on_a_disk_that_is_not_mounted_is_one_sentence(machine, capsys, tmp_path):
+    (tmp_path / "train-00000.shard").symlink_to(tmp_path / "disk" / "train-00000.shard")
+    assert local.main([f"--data.path={tmp_path}"]) == 1
+    assert capsys.readouterr().err == f"[Errno 2] No such file or directory: '{tmp_path}/train-00000.shard'\n"
+
+
 def test_a_process_without_torchrun_is_one_rank_and_takes_the_tp_that_fits(monkeypatch, capsys):
     """Without torchrun, the first command of docs/data.md runs with tp = 1, although tiny.toml has tp = 2; an explicit tp = 2
     is refused."""

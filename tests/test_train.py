@@ -91,6 +91,13 @@ def test_a_plan_is_for_one_rank_or_more_and_a_run_for_those_that_are_there(monke
     assert command("launch.train", "tiny", "--device", "h200") == (1, "", sentence)
 
 
+def test_a_timeline_that_cannot_be_written_is_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(process_exit, "leave", sys.exit)
+    path = tmp_path / "missing" / "step.json"
+    plan = ("tiny", "--plan", "--world", "2", "--device", "h100", "--timeline", str(path))
+    assert command("launch.train", *plan) == (1, "", f"{path}: No such file or directory\n")
+
+
 @pytest.mark.parametrize("arguments", [["--print-config"], ["--plan", "--world", "4", "--device", "cpu"]])
 def test_what_is_printed_without_ranks(arguments, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", ["train.py", "tiny", "--train.lr", "1e-4", *arguments])
