@@ -18,7 +18,7 @@ from dlp.optim.encodings import ENCODINGS
 from launch.config import early
 from launch.config import run_config as configuration
 from launch.config.__main__ import docs
-from launch.config.files import CONFIGS, FOR_FOLDERS
+from launch.config.files import CONFIGS, FOR_FOLDERS, chosen
 from launch.config.groups import SCHEMA, Group
 from launch.config.rules import validate_world
 from launch.config.run_config import load, make_parser, to_toml
@@ -253,6 +253,13 @@ LONG_NUMBER = "1" + "0" * 400  # larger than every float
 def test_a_refusal_is_one_short_line_whatever_was_typed(arguments: list[str], said: str) -> None:
     message = refused(arguments)
     assert said in message and "\n" not in message and len(message) < 700
+
+
+def test_the_default_config_depends_on_the_model_and_not_on_values_of_settings() -> None:
+    folder = [("model.folder", "F")]
+    assert chosen("tiny", ["--model", "F", "--run.dir", "tiny"], folder) == FOR_FOLDERS
+    assert chosen("tiny", ["tiny", "--model", "F"], folder) == "tiny"
+    assert chosen("tiny", ["--run.dir", "tiny"], []) == "tiny"
 
 
 def test_a_config_of_an_endless_name_is_one_short_line() -> None:

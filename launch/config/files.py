@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from launch.settings.overrides import split
 from launch.settings.schema import ConfigError, brief
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -29,7 +30,7 @@ def find(name_or_path: str | Path) -> Path:
 def chosen(config: str, arguments: Sequence[str], changes: Sequence[tuple[str, str]]) -> str:
     """Return `config`, the name or path on the command line; if the command line names none, `FOR_FOLDERS` with --model, else
     `DEFAULT`."""
-    if config == DEFAULT and DEFAULT not in arguments and "model.folder" in dict(changes):
+    if config == DEFAULT and DEFAULT not in split(arguments)[0] and "model.folder" in dict(changes):
         return FOR_FOLDERS
     return config
 
