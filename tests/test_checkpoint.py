@@ -207,6 +207,14 @@ def test_moving_aside_never_replaces(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1", "run.2"]
 
 
+def test_moving_aside_needs_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(), Path("a", "..")):
+        (tmp_path / "a").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=f"expected a path that ends in the name.*; use --run.dir {tmp_path}$"):
+            move_aside(path)
+
+
 @pytest.mark.parametrize(
     ("index", "reason"),
     [

@@ -142,7 +142,13 @@ class RunDir:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename a folder to the first of NAME.1, NAME.2, ... that does not exist; return the new path."""
+    """Rename a folder to the first of NAME.1, NAME.2, ... that does not exist; return the new path. Raises ValueError for a
+    path that ends without a name."""
+    if path.name in ("", ".."):
+        raise ValueError(
+            f"{path}: expected a path that ends in the name of the folder, since the run in the folder is renamed; use "
+            f"--run.dir {path.resolve()}"
+        )
     number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.{n}").exists())
     return path.rename(path.with_name(f"{path.name}.{number}"))
 
