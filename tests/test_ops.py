@@ -329,6 +329,25 @@ def test_a_basic_op_by_itself(op: Any, plain: Any):
     same({name: tensor for name, tensor in run(op).items() if name in NAMES}, run(_Plain(plain)))
 
 
+@pytest.mark.parametrize("kind", [ops.RMSNorm, ops.LayerNorm])
+@pytest.mark.parametrize("centered", [True, False], ids=["zero-centered", "around one"])
+@pytest.mark.parametrize("way", ["eager", "watched", "compiled"])
+def test_norms_do_not_round_their_factor(kind: Any, centered: bool, way: str):
+    """A factor 1 + 2^-9, which bf16 cannot represent, scales an output in bf16: as 1 + weight of a bf16 weight, and as an fp32
+    weight. The gradient has the dtype of the weight."""
+    norm, one = kind(H, zero_centered_gamma=centered, dtype=torch.bfloat16 if centered else torch.float32), kind(H)
+    norm.weight.data += 2**-9
+    x = values(0, 64, H).bfloat16()
+    torch.compiler.reset()
+    call = torch.compile(norm, backend="eager", fullgraph=True) if way == "compiled" else norm
+    with Watched() if way == "watched" else nullcontext():
+        y = call(x)
+        y.float().square().sum().backward()
+    ratio = y.double().norm() / one(x).double().norm()
+    assert 1 + 2**-10 < ratio < 1 + 2**-8
+    assert norm.weight.grad.dtype == norm.weight.dtype
+
+
 class _Plain(nn.Module):
     def __init__(self, function: Any) -> None:
         super().__init__()

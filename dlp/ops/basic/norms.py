@@ -23,15 +23,19 @@ from dlp.ops.values import LAZY, Tensors, Value, one_tensor, rows_of, tensor_of
 from dlp.quant.recipe import Operand
 
 
+def _widened(x: Tensor, *, out: Tensor) -> None:
+    out.copy_(x)
+
+
 def _plus_one(x: Tensor, *, out: Tensor) -> None:
-    torch.add(x, 1, out=out)
+    out.copy_(x).add_(1)
 
 
 class _Norm(BasicOperation):
     """Base of RMSNorm and LayerNorm.
 
-    normalized_shape: C, or a sequence of length 1 with C; zero_centered_gamma: multiply by 1 + weight. Raises ValueError for
-    several normalized dimensions, and for an x with another number of features.
+    normalized_shape: C, or a sequence of length 1 with C; zero_centered_gamma: multiply by 1 + weight, computed in fp32. Raises
+    ValueError for several normalized dimensions, and for an x with another number of features.
     """
 
     launches = True
@@ -78,14 +82,16 @@ class _Norm(BasicOperation):
         return f"{self.size}, eps={self.eps:g}{', zero_centered_gamma' * self.zero_centered_gamma}"
 
     def scale(self) -> Tensor:
-        """Return the factor [C], weight or 1 + weight, as code that autograd differentiates."""
-        return self.weight + 1 if self.zero_centered_gamma else self.weight
+        """Return the factor [C], weight or 1 + weight in fp32, as code that autograd differentiates."""
+        return self.weight.float() + 1 if self.zero_centered_gamma else self.weight
 
     def scale_by_launch(self) -> Tensor:
         """Return `scale` inside a fuser: computed through `by_torch`, so that the pass can be captured, and without
         autograd."""
         weight = self.weight
-        return by_torch(_plus_one, torch.empty_like(weight), weight) if self.zero_centered_gamma else weight
+        if not self.zero_centered_gamma:
+            return weight
+        return by_torch(_plus_one, torch.empty_like(weight, dtype=torch.float32), weight)
 
     def rows(self, input_: Value) -> Tensor:
         """Return x as a stored matrix [M, C]. Raises ValueError if C is not `size`."""
@@ -169,7 +175,7 @@ class RMSNorm(_Norm):
 
     def normed(self, ctx: OperationContext, lazy: ops.RmsNormed, shape: Sequence[int]) -> Value:
         """Return a lazy norm as the output [..., C] of this op, and save the tensors for backward in ctx."""
-        ctx.shape = tuple(shape)
+        ctx.shape, ctx.weight_dtype = tuple(shape), self.weight.dtype
         ctx.save_for_backward(lambda: lazy.matrix, lazy.weight, lambda: lazy.rstd)
         return ops.Produced(lazy, shape)
 
@@ -180,14 +186,14 @@ class RMSNorm(_Norm):
         x, weight, rstd = ctx.saved_tensors
         add = None if residual is None else rows_of(residual)
         dx, dweight = ops.rms_norm_backward(ops.stored(rows_of(grad_output)), x, weight, rstd, add)
-        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype)]
+        return dx.view(ctx.shape), [ops.rounded(dweight, ctx.weight_dtype)]
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         x = one_tensor(x)
         self.check(x)
         if has_memory(x):
             return _RmsNorm.apply(x, self.scale(), self.eps)
-        return F.rms_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.eps)
+        return F.rms_norm(x.float(), x.shape[-1:], self.scale().float(), self.eps).to(x.dtype)
 
 
 class LayerNorm(_Norm):
@@ -215,23 +221,26 @@ class LayerNorm(_Norm):
     biased = True
 
     def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
-        x, weight = self.rows(input_), self.scale_by_launch()
-        normed = ops.LayerNormed(x, weight, self.bias, self.eps)
-        ctx.shape, ctx.bias_dtype = tuple(input_.shape), self.bias.dtype
+        x, weight, bias = self.rows(input_), self.scale_by_launch(), self.bias
+        if weight.dtype == torch.float32 != bias.dtype:  # kernels read weight and bias of one dtype
+            bias = by_torch(_widened, torch.empty_like(bias, dtype=torch.float32), bias)
+        normed = ops.LayerNormed(x, weight, bias, self.eps)
+        ctx.shape, ctx.dtypes = tuple(input_.shape), (self.weight.dtype, self.bias.dtype)
         ctx.save_for_backward(x, weight, lambda: normed.mean, lambda: normed.rstd)
         return ops.Produced(normed, input_.shape)
 
     def op_backward(self, ctx: OperationContext, grad_output: Value) -> tuple[Value, Sequence[Tensor | None]]:
         x, weight, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = ops.layer_norm_backward(ops.stored(rows_of(grad_output)), x, weight, mean, rstd)
-        return dx.view(ctx.shape), [ops.rounded(dweight, weight.dtype), ops.rounded(dbias, ctx.bias_dtype)]
+        of_weight, of_bias = ctx.dtypes
+        return dx.view(ctx.shape), [ops.rounded(dweight, of_weight), ops.rounded(dbias, of_bias)]
 
     def plain(self, x: Tensors, *extra_inputs: Tensor, **kwargs: Any) -> Tensors:
         x = one_tensor(x)
         self.check(x)
         if has_memory(x):
             return _LayerNorm.apply(x, self.scale(), self.bias, self.eps)
-        return F.layer_norm(x, x.shape[-1:], self.scale().to(x.dtype), self.bias.to(x.dtype), self.eps)
+        return F.layer_norm(x.float(), x.shape[-1:], self.scale().float(), self.bias.float(), self.eps).to(x.dtype)
 
 
 class L2Normalization(BasicOperation):
