@@ -535,6 +535,18 @@ def test_a_sum_goes_into_the_extra_output_of_another_sequence(shape: tuple[int, 
         assert_bit_equal(one, other)
 
 
+@pytest.mark.parametrize("kind", ["bias", "reshape"])
+def test_two_leaves_do_not_share_a_gradient(kind: str):
+    """A second backward adds to each `grad`. dy of both leaves is one tensor, and the first op passes a view of dy on."""
+    shape = 2, M, H
+    first = [ops.Bias(H)] if kind == "bias" else [ops.Reshape((2 * M, H)), ops.Reshape(shape)]
+    model, leaves = ops.Sequential(*first, ops.AddExtraInput()), [values(i, *shape).requires_grad_() for i in range(2)]
+    for _ in range(2):
+        model(*leaves).square().sum().backward()
+    for leaf in leaves:
+        assert_close(leaf.grad, 4 * sum(leaves).detach(), 1e-6)
+
+
 def test_two_outputs_in_one_place_are_not_written_to():
     y, extra = ops.Sequential(ops.RMSNorm(H), ops.MakeExtraOutput())(values(0).requires_grad_())
     for output in (y, extra):

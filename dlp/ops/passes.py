@@ -484,11 +484,22 @@ def _recorded_backward(ctx: Any, run: Pass, grads: Sequence[Tensor | None]) -> S
             grad if grad is not None or none else torch.zeros(shape, dtype=dtype, device=device)
             for grad, none, (shape, dtype, device) in zip(grads, takes_none, ctx.zeros_like, strict=True)
         ])  # fmt: skip
-    results: list[Any] = backward(run, grads, ctx.saved_tensors)
+    results: list[Any] = _apart(backward(run, grads, ctx.saved_tensors))
     for i, spec in enumerate(call.layouts):
         if spec is not None and results[i] is not None:
             results[i] = DTensor(results[i], spec, requires_grad=False)
     return [grad if need else None for grad, need in zip(results, ctx.needs_input_grad[2:], strict=True)]
+
+
+def _apart(grads: list[Any]) -> list[Any]:
+    """Copy each gradient that is a view of the memory of another gradient. Autograd keeps a gradient without a copy, as `grad`
+    of a leaf, if there is no other reference to the tensor: a second backward would add to the `grad` of both leaves."""
+    for i, one in enumerate(grads):
+        if one is not None and one._is_view():
+            others = [other for other in grads if other is not None and other is not one]
+            if any([share_bytes(other, one) for other in others]):
+                grads[i] = one.clone()
+    return grads
 
 
 FUSER = Passes(forward, _recorded_backward)
