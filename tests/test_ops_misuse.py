@@ -535,6 +535,16 @@ def test_a_sum_goes_into_the_extra_output_of_another_sequence(shape: tuple[int, 
         assert_bit_equal(one, other)
 
 
+@pytest.mark.parametrize("kind", ["norm", "activation", "gate", "linear"])
+def test_an_input_that_was_written_to_is_named_as_by_torch(kind: str):
+    """Inputs of three dimensions are saved as matrices, that is, as views made under no_grad."""
+    x = 1 * values(0, 2, M, H).requires_grad_()
+    y = OUTPUTS[kind]()(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("kind", ["bias", "reshape"])
 def test_two_leaves_do_not_share_a_gradient(kind: str):
     """A second backward adds to each `grad`. dy of both leaves is one tensor, and the first op passes a view of dy on."""

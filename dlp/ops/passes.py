@@ -185,8 +185,8 @@ def forward(ctx: Any, run: Pass, tensors: Sequence[Any]) -> tuple[Tensor, ...]:
         ctx.mark_dirty(*returned)
     for tensor in written.values():  # so that backward raises if an op saved the tensor before the write
         increment_version(tensor)
-    if written:  # ops may save views of these tensors that were made under no_grad: save detached tensors instead
-        saved = [each if each is None or not each._is_view() else each.detach() for each in saved]
+    # If a saved view was made under no_grad and is written to, the error of autograd is about no_grad: save detached tensors
+    saved = [each if each is None or not each._is_view() else each.detach() for each in saved]
     ctx.zeros_like = [(result.shape, result.dtype, result.device) for result in results]
     run.moved = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     ctx.save_for_backward(*saved)
