@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
 import dlp
 from dlp import ops
@@ -393,6 +393,18 @@ def test_an_op_whose_weight_is_computed_is_refused(op: Any):
     parametrize.register_parametrization(model[0], "weight", Double())
     with pytest.raises(ValueError, match="parametrize"):
         model(values(0))
+
+
+@pytest.mark.parametrize("kind", [ops.RMSNorm, ops.LayerNorm])
+@pytest.mark.parametrize("called", [False, True])
+def test_a_pruned_norm_is_refused(kind: Any, called: bool):
+    """The mask of `prune` is outside of the op, so that the gradient would lack the mask."""
+    norm = kind(H)
+    if called:
+        norm(values(0))
+    prune.random_unstructured(norm, "weight", 0.5)
+    with refuses(rf"{kind.__name__}: weight is no longer a parameter of the op .*: use a module of torch"):
+        norm(values(0))
 
 
 # Derivatives

@@ -67,7 +67,14 @@ class _Norm(BasicOperation):
             nn.init.zeros_(self.bias)
 
     def op_parameters(self) -> Sequence[Tensor]:
-        return list(self._parameters.values())  # type: ignore[arg-type]  # None if the user has set a parameter to None
+        try:  # None if the user has set a parameter to None
+            return [self._parameters[name] for name in ("weight", "bias")[: 1 + self.biased]]  # type: ignore[misc]
+        except KeyError as missing:
+            raise ValueError(
+                f"{type(self).__name__}: {missing.args[0]} is no longer a parameter of the op (torch.nn.utils.parametrize, "
+                f"torch.nn.utils.prune and FSDP1 of torch remove parameters): use a module of torch for the norm, or "
+                f"dlp.fully_shard instead of FSDP1"
+            ) from None
 
     @property
     def eps(self) -> float:
