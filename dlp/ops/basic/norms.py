@@ -228,7 +228,8 @@ class LayerNorm(_Norm):
     biased = True
 
     def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
-        x, weight, bias = self.rows(input_), self.scale_by_launch(), self.bias
+        x, weight = self.rows(input_), self.scale_by_launch()
+        bias: Tensor = self.bias
         if weight.dtype == torch.float32 != bias.dtype:  # kernels read weight and bias of one dtype
             bias = by_torch(_widened, torch.empty_like(bias, dtype=torch.float32), bias)
         normed = ops.LayerNormed(x, weight, bias, self.eps)
