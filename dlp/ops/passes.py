@@ -21,7 +21,7 @@ from dlp.ops.calls import FuserCall, Pass, Placed, ResultLayout, deduplicated
 from dlp.ops.captured import Flat, ReplayEntry
 from dlp.ops.values import HANDED, INTEGERS, LAZY, MANY, Value, each, is_handed, share_bytes, tensor_of
 from dlp.parallel.weight.local import local_tensor
-from dlp.runtime.function import Passes, layout_keys, multiplies_tf32, owned
+from dlp.runtime.function import Passes, base_of, layout_keys, multiplies_tf32, owned
 
 
 def check_count(name: str, what: str, found: Any, expected: int) -> None:
@@ -495,10 +495,11 @@ def _apart(grads: list[Any]) -> list[Any]:
     """Copy each gradient that is a view of the memory of another gradient. Autograd keeps a gradient without a copy, as `grad`
     of a leaf, if there is no other reference to the tensor: a second backward would add to the `grad` of both leaves."""
     for i, one in enumerate(grads):
-        if one is not None and one._is_view():
-            others = [other for other in grads if other is not None and other is not one]
-            if any([share_bytes(other, one) for other in others]):
-                grads[i] = one.clone()
+        if one is None or not one._is_view():
+            continue
+        alike = [other for other in grads if other is not None and other is not one and base_of(other) is one._base]
+        if any([share_bytes(other, one) for other in alike]):
+            grads[i] = one.clone()
     return grads
 
 

@@ -145,8 +145,8 @@ def owned(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor
 
 def _without_views(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return `owned` for results of which at least one is a view."""
-    bases = [_base(result) for result in results]
-    shared = [id(_base(tensor)) for tensor in given]
+    bases = [base_of(result) for result in results]
+    shared = [id(base_of(tensor)) for tensor in given]
     shared += [id(base) for base in bases if sum([other is base for other in bases]) > 1]
     return [
         result.detach() if base is not result and id(base) not in shared else result
@@ -154,7 +154,8 @@ def _without_views(results: Sequence[Tensor], given: Sequence[Tensor]) -> Sequen
     ]
 
 
-def _base(tensor: Tensor) -> Tensor:
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor whose memory a view reads; for another tensor, the tensor itself."""
     return tensor._base if tensor._is_view() else tensor  # type: ignore[return-value]
 
 

@@ -26,8 +26,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension, x / rms(x) * weight, computed in fp32 and returned in the dtype of x (Zhang and
-    Sennrich, 2019)."""
+    """RMSNorm over the last dimension, x / rms(x) * weight, computed in fp32 from x and the weight in the dtype of x, and
+    returned in this dtype (Zhang and Sennrich, 2019)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

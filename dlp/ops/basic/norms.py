@@ -8,7 +8,7 @@ ops.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,15 @@ def _plus_one(x: Tensor, *, out: Tensor) -> None:
     out.copy_(x).add_(1)
 
 
+def _refuse_without(norm: nn.Module, parameter: str) -> NoReturn:
+    """Raise ValueError for a parameter that is missing in a norm."""
+    raise ValueError(
+        f"{type(norm).__name__}: {parameter} is no longer a parameter of the op (torch.nn.utils.parametrize, "
+        f"torch.nn.utils.prune and FSDP1 of torch remove parameters): use a module of torch for the norm, or "
+        f"dlp.fully_shard instead of FSDP1"
+    ) from None
+
+
 class _Norm(BasicOperation):
     """Base of RMSNorm and LayerNorm.
 
@@ -42,7 +51,9 @@ class _Norm(BasicOperation):
     in_casts = True
     settings = "_eps", "zero_centered_gamma"
     takes = frozenset({LAZY})
-    biased = False
+    parameter_names: tuple[str, ...] = ("weight",)
+    weight: nn.Parameter
+    bias: nn.Parameter  # of LayerNorm
 
     def __init__(
         self, normalized_shape: int | Sequence[int], *, eps: float = 1e-5, zero_centered_gamma: bool = False,
@@ -56,25 +67,20 @@ class _Norm(BasicOperation):
             )
         size = normalized_shape if isinstance(normalized_shape, int) else normalized_shape[0]
         self.size, self.eps, self.zero_centered_gamma = size, eps, zero_centered_gamma
-        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
-        if self.biased:
-            self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        for name in self.parameter_names:
+            self.register_parameter(name, nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, float(not self.zero_centered_gamma))
-        if self.biased:
+        if "bias" in self.parameter_names:
             nn.init.zeros_(self.bias)
 
     def op_parameters(self) -> Sequence[Tensor]:
         try:  # None if the user has set a parameter to None
-            return [self._parameters[name] for name in ("weight", "bias")[: 1 + self.biased]]  # type: ignore[misc]
+            return [self._parameters[name] for name in self.parameter_names]  # type: ignore[misc]
         except KeyError as missing:
-            raise ValueError(
-                f"{type(self).__name__}: {missing.args[0]} is no longer a parameter of the op (torch.nn.utils.parametrize, "
-                f"torch.nn.utils.prune and FSDP1 of torch remove parameters): use a module of torch for the norm, or "
-                f"dlp.fully_shard instead of FSDP1"
-            ) from None
+            _refuse_without(self, missing.args[0])
 
     @property
     def eps(self) -> float:
@@ -225,7 +231,7 @@ class LayerNorm(_Norm):
         torch.Size([16, 128])
     """
 
-    biased = True
+    parameter_names = "weight", "bias"
 
     def op_forward(self, ctx: OperationContext, input_: Value, **quantizers: Operand | None) -> Value:
         x, weight = self.rows(input_), self.scale_by_launch()
