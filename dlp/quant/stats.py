@@ -36,6 +36,7 @@ class StatsTable:
     maxima      fp32 [names, MAXIMA]
     last        copies of `sums` and `maxima` at the end of the last step
     recording   whether `record` adds casts to the table
+    in_step     whether casts were recorded since the last step boundary; the boundary itself casts weights for the next step
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -43,22 +44,25 @@ class StatsTable:
         self.sums = torch.zeros(len(names), len(SUMS), dtype=torch.float64, device=device)
         self.maxima = torch.zeros(len(names), len(MAXIMA), device=device)
         self.last = self.sums, self.maxima
-        self.recording = True
+        self.recording, self.in_step = True, False
 
     def record(self, name: str, x: Tensor, quantized: QuantizedTensor, always: bool = False) -> None:
         """Add one cast of x [rows, contraction] to the row `name`, if `recording` or `always`."""
         if self.recording or always:
+            self.in_step = True
             sums, maxima = _measure(x.detach().float(), quantized)
             row = self.names[name]
             self.sums[row] += sums
             self.maxima[row] = torch.maximum(self.maxima[row], maxima)
 
     def close(self) -> None:
-        """End a step: store the statistics in `last`, zero the table, and set `recording` to True."""
-        self.last = self.sums.clone(), self.maxima.clone()
-        self.sums.zero_()
-        self.maxima.zero_()
+        """End a step: store the statistics in `last`, zero the table, and set `recording` to True. A second boundary after the
+        same passes, of a further optimizer or of `dlp.end_step`, leaves `last` and the table as they are."""
         self.recording = True
+        if self.in_step:
+            self.last = self.sums.clone(), self.maxima.clone()
+            self.sums.zero_()
+            self.maxima.zero_()
 
 
 def _measure(x: Tensor, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:

@@ -397,17 +397,11 @@ class PassState:
 
     # ---- the step boundary
 
-    def close(self) -> None:
-        """End a step of the attached optimizers: copy and zero flags and statistics."""
-        self.flags.close()
-        if self.stats is not None:
-            self.stats.close()
-
     def end_step(self) -> None:
-        """Run the part of the step boundary for this state: close the statistics of the step, unless attached optimizers do,
-        and update delayed scales. Amaxes of weights were recorded at the last boundary; they are dropped for layers that have
-        not run with gradients since and are not captured in a CUDA graph."""
-        if self.stats is not None and not self.attached:
+        """Run the part of the step boundary for this state: close the statistics of the step, update delayed scales. Amaxes of
+        weights were recorded at the last boundary; they are dropped for layers that have not run with gradients since and are
+        not captured in a CUDA graph."""
+        if self.stats is not None:
             self.stats.close()
         if self.has_slots():
             idle = [spec for spec in self.specs() if spec.members not in self.ran | self.graphed]

@@ -103,6 +103,8 @@ def _cast_weights(model: nn.Module) -> None:
     layers = list(cores(model))
     for session in dict.fromkeys(core.session for core in layers):
         refresh(session, [weight for core in layers if core.session is session for weight in core.weights])
+        if session.stats is not None:
+            session.stats.in_step = False
 
 
 def cast_weights_first(model: nn.Module, dtype: torch.dtype) -> None:
@@ -205,10 +207,10 @@ def _cache_weights(session: Session, records: Mapping[LinearCore, Sequence[Manag
 
 def _after_step(model: nn.Module, session: Session, watch: NonFiniteWatch, first: bool) -> None:
     """Run the step boundary after the step of an optimizer. `first`: whether this is the first optimizer that steps in this
-    step of the session. Only then are flags and statistics of the step copied, before the boundary: a second copy would be
-    empty. `watch` reads the flags of the previous step after the boundary."""
+    step of the session. Only then are the flags of the step copied, before the boundary: a second copy would be empty. `watch`
+    reads the flags of the previous step after the boundary."""
     if first:
-        session.close()
+        session.flags.close()
     end_step(model)
     watch.look(session.steps)
 
