@@ -131,7 +131,8 @@ class GroupedLinear(nn.ModuleList):
         """Run all experts as one grouped GEMM, on a stacked copy of the weights. torch's kernel may round differently than
         separate linears."""
         weights = torch.stack([_values(expert).to(x.dtype) for expert in self])
-        y = F.grouped_mm(x, weights.transpose(1, 2), offs=offsets.to(x.device, torch.int32))
+        offsets = offsets.to(x.device, torch.int32)
+        y = F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
         if getattr(self[0], "bias", None) is None:
             return y
         biases = torch.stack([_local(expert.bias).to(x.dtype) for expert in self])  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import dlp
@@ -146,6 +147,19 @@ def test_the_grouped_gemm_computes_what_the_loop_computes() -> None:
     expected = run(lambda x: bank(x, ends()), parameters, tokens())
     for a, b in zip(found, expected, strict=True):
         assert (a - b).float().norm() <= 2**-7 * b.float().norm()
+
+
+def test_the_grouped_gemm_takes_offsets_of_the_host() -> None:
+    """x and the experts are fake tensors of a GPU, with which an operation on two devices raises."""
+    with FakeTensorMode(), torch.no_grad():
+        for bias in (False, True):
+            bank = dlp.GroupedLinear(2, K, N, bias, device="meta", dtype=torch.bfloat16)
+            for expert in bank:
+                for name, parameter in list(expert.named_parameters()):
+                    setattr(expert, name, nn.Parameter(torch.empty_like(parameter, device="cuda")))
+            x = torch.empty(10, K, device="cuda", dtype=torch.bfloat16)
+            assert bank.multiplies_grouped(x)
+            assert bank(x, torch.tensor([3, 10])).shape == (10, N)
 
 
 @contextmanager
