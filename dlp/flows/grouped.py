@@ -110,8 +110,19 @@ class GroupedLinear(nn.ModuleList):
         return sizes
 
     def multiplies_grouped(self, x: Tensor) -> bool:
-        """Whether all experts run as one grouped GEMM: x is bf16 on a GPU, and `_groups` holds for all experts."""
-        return x.is_cuda and x.dtype is torch.bfloat16 and all(_groups(expert) for expert in self)
+        """Whether all experts run as one grouped GEMM: x is bf16 on a GPU, no hook and no region of autocast needs separate
+        linears (not checked in compiled code), and `_groups` holds for all experts."""
+        if not x.is_cuda or x.dtype is not torch.bfloat16 or not all(_groups(expert) for expert in self):
+            return False
+        if torch.compiler.is_dynamo_compiling():
+            return True
+        cores = [expert.core for expert in self if isinstance(expert, ParallelLinear)]
+        return not self._hooked() and not (cores and grouped_fp8.region_decides(cores))
+
+    def _hooked(self) -> bool:
+        """Whether an expert has hooks, which a grouped GEMM would not call."""
+        hooks = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+        return any(getattr(expert, each) for expert in self for each in hooks)
 
     def _multiplies_rowwise(self, x: Tensor) -> bool:
         """Whether fprop and dgrad run as grouped GEMMs of rowwise FP8; False in compiled code, because logging would break the
@@ -120,9 +131,7 @@ class GroupedLinear(nn.ModuleList):
         compiling = torch.compiler.is_dynamo_compiling()
         if compiling or len(cores) < len(self) or not grouped_fp8.are_rowwise(cores):
             return False
-        hooks = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-        hooked = any(getattr(expert, each) for expert in self for each in hooks)
-        why = "experts have hooks" if hooked else grouped_fp8.obstacle(cores, x)
+        why = "experts have hooks" if self._hooked() else grouped_fp8.obstacle(cores, x)
         how = f"one after the other: {why}" if why else "as one grouped GEMM for fprop and one for dgrad"
         cores[0].session.note(f"experts of a GroupedLinear in {cores[0].spec.recipe} run {how}")
         return not why
@@ -131,6 +140,7 @@ class GroupedLinear(nn.ModuleList):
         """Run all experts as one grouped GEMM, on a stacked copy of the weights. torch's kernel may round differently than
         separate linears."""
         weights = torch.stack([_values(expert).to(x.dtype) for expert in self])
+        offsets = offsets.to(x.device, torch.int32)
         offsets = offsets.to(x.device, torch.int32)
         y = F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
         if getattr(self[0], "bias", None) is None:
@@ -155,12 +165,15 @@ class GroupedLinear(nn.ModuleList):
 
 
 def _groups(expert: nn.Module) -> bool:
-    """Whether an expert can be part of a grouped GEMM in bf16: it is a linear that is neither quantized nor sharded, and its
-    wgrad is not delayed."""
+    """Whether an expert can be part of a grouped GEMM in bf16: it is a linear that is neither quantized nor sharded, returns y
+    alone and records no statistics, and autograd accumulates its gradient."""
     if isinstance(expert, ParallelLinear):
-        spec = expert.core.spec
+        spec, core = expert.core.spec, expert.core
         quantized = any(not quantizer.format.keeps_source for quantizer in spec.recipe.quantizers())
-        return spec.tp == 1 and not quantized and not spec.options.delay_wgrad
+        by_wgrad = spec.options.delay_wgrad or any(
+            each and each.mode == "main_grad" for each in core.weights.main_grads
+        )
+        return spec.tp == 1 and not (quantized or by_wgrad or spec.return_bias or core.stats is not None)
     return isinstance(expert, nn.Linear) and not isinstance(expert.weight, QuantizedParameter | DTensor)
 
 

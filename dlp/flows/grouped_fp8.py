@@ -24,6 +24,7 @@ from dlp.parallel.linear.active import active_region
 from dlp.parallel.linear.functional import Finish
 from dlp.parallel.linear.modules import LinearCore
 from dlp.parallel.linear.spec import LinearSpec
+from dlp.parallel.linear.step import in_backward
 from dlp.quant.gemm import Gemm
 from dlp.quant.tensor import Format, QuantizedTensor, as_bytes
 from dlp.runtime.function import Passes, apply_pass, autocast_is_on, opaque, refuse_transforms
@@ -39,12 +40,18 @@ def are_rowwise(cores: Sequence[LinearCore]) -> bool:
     return all(each.gemm_kind == "fp8_rowwise" for core in cores for each in _formats(core.spec))
 
 
+def region_decides(cores: Sequence[LinearCore]) -> bool:
+    """Return whether a region of `dlp.autocast` chooses the recipes of this forward: the innermost active region, or the region
+    of the first run, if backward recomputes the forward."""
+    return active_region() is not None or (any(core.session.regions for core in cores) and in_backward())
+
+
 def obstacle(cores: Sequence[LinearCore], x: Tensor) -> str:
     """Return the reason why experts of rowwise FP8 run one after the other; "": fprop and dgrad run as grouped GEMMs."""
     specs, weights = [core.spec for core in cores], [core.parameters()[0] for core in cores]
     gemms = {(spec.recipe.fprop, spec.recipe.dgrad) for spec in specs}
     out_dtypes = {gemm.out_dtype for both in gemms for gemm in both}
-    if opaque() or autocast_is_on(x) or active_region() is not None:
+    if opaque() or autocast_is_on(x) or region_decides(cores):
         return "grouped GEMMs do not run under dispatch modes, torch.autocast and dlp.autocast"
     if x.dtype is not torch.bfloat16 or not out_dtypes <= {None, torch.bfloat16}:
         return "the grouped GEMM returns bf16"

@@ -162,6 +162,37 @@ def test_the_grouped_gemm_takes_offsets_of_the_host() -> None:
             assert bank(x, torch.tensor([3, 10])).shape == (10, N)
 
 
+@pytest.mark.parametrize("way", ["region", "recomputation", "hook", "main grads", "statistics", "return bias"])
+def test_a_grouped_gemm_in_bf16_leaves_nothing_out(way: str) -> None:
+    """Regions, hooks, main gradients, statistics and returned biases need separate linears."""
+    bank = dlp.GroupedLinear(2, K, N, True, style="local", dtype=torch.bfloat16, return_bias=way == "return bias")
+    with FakeTensorMode():
+        x = torch.empty(10, K, device="cuda", dtype=torch.bfloat16)
+    seen = list[bool]()
+
+    def ask(*_: Any) -> None:
+        seen.append(bank.multiplies_grouped(x))
+
+    if way == "region":
+        with dlp.autocast(recipe="fp8_current"):
+            ask()
+    if way == "recomputation":
+        values = torch.randn(10, K, dtype=torch.bfloat16, requires_grad=True)
+        with dlp.autocast(recipe="fp8_current"):
+            y = bank(values, ends((4, 6)))
+        y.register_hook(ask)
+        y.sum().backward()
+    if way == "hook":
+        bank[1].register_forward_hook(lambda *_: None)
+    if way == "main grads":
+        dlp.attach(bank, torch.optim.SGD(bank.parameters()), main_grads="main_grad")
+    if way == "statistics":
+        dlp.attach(bank, torch.optim.SGD(bank.parameters()))
+        assert dlp.record_stats(bank, "**")
+    ask()
+    assert seen == ([False, True] if way in ("region", "recomputation") else [False])
+
+
 @contextmanager
 def grouped_gemms() -> Iterator[list[int]]:
     """Register the reference of the grouped GEMM as a kernel for the CPU. Yield a list to which each launch appends its
