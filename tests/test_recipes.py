@@ -6,6 +6,7 @@ No ranks.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,6 +205,22 @@ def test_a_recipe_is_one_file(tmp_path: Path):
         with pytest.raises(ValueError, match=r'a recipe must be a name, a dict {"name": .*} or a recipe; got '):
             as_recipe(value)
     assert "mine         fprop emulated (reference), dgrad native (torch mm)" in support_table.table(tmp_path)
+
+
+def test_a_recipe_file_defines_dataclasses_with_postponed_annotations(tmp_path: Path):
+    """The standard library looks up the module of a class in sys.modules: dataclasses for annotations that are strings, and
+    pickle for the class. Two folders may have files with one name."""
+    for folder, levels in (("one", 31), ("two", 15)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "levels.py").write_text(
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+            "from dlp.quant.mxfp8 import MxScaling\nfrom dlp.quant.recipe import Recipe, both\n"
+            f"@dataclass(frozen=True)\nclass Mine(MxScaling):\n    levels: int = {levels}\n"
+            "def recipe() -> Recipe:\n    return Recipe('levels', both(Mine()), both(Mine()), both(Mine()))\n"
+        )
+    one, two = (load("levels", recipes_path=tmp_path / folder) for folder in ("one", "two"))
+    assert (one.x.rowwise.levels, two.x.rowwise.levels) == (31, 15)
+    assert pickle.loads(pickle.dumps(one)) == one != two
 
 
 def test_a_recipe_cannot_take_a_name_that_exists(tmp_path: Path):

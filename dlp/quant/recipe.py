@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -344,10 +345,16 @@ def source(value: Any) -> Path | None:
 def _import_file(path: Path) -> ModuleType:
     """Import a Python file and return the module. Cached: a second execution of the file would define its quantizer classes
     again, and equal quantizers would not compare equal."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = f"{path.stem} of {path.parent}"  # differs from the names of other modules
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, f"{path} is no Python file"
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses and pickle look up the module of a class there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
