@@ -163,6 +163,13 @@ def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(ValueError, match="has use_dora = True, which dlp does not support; train the adapters without"):
         dlp.load_lora(model, tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"alora_invocation_tokens": [5]}))
+    with pytest.raises(ValueError, match=r"has alora_invocation_tokens = \[5\], which dlp does not support"):
+        dlp.load_lora(model, tmp_path)
+    for initial in ("pissa_niter_4", "olora", "loftq"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": initial}))
+        with pytest.raises(ValueError, match=f"init_lora_weights = '{initial}', which changed the weights of the base"):
+            dlp.load_lora(model, tmp_path)
     with pytest.raises(ValueError, match="group 'none' matches no linear: correct or remove"):
         dlp.lora_groups(model, [dlp.LayerGroup("none", "x", recipe="bf16")])
 

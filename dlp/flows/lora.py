@@ -293,8 +293,10 @@ def save_lora(model: nn.Module, folder: str | Path, base_model: str = "") -> Non
 # Entries of adapter_config.json that `load_lora` supports with these values only
 UNSUPPORTED = {
     "use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none", "modules_to_save": None,
-    "rank_pattern": {}, "alpha_pattern": {},
+    "rank_pattern": {}, "alpha_pattern": {}, "alora_invocation_tokens": None,
 }  # fmt: skip
+# Values of `init_lora_weights` that leave the weights of the base unchanged
+INITIAL = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 @torch.no_grad()
@@ -307,7 +309,8 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
 
     Raises:
         ValueError: before anything is loaded, for missing or unreadable files, for adapters of another kind (DoRA, rsLoRA,
-            trained biases), for adapters with another rank, alpha or set of layers, and for values that are not finite.
+            aLoRA, trained biases) or of a changed base (PiSSA, OLoRA, LoftQ), for adapters with another rank, alpha or set of
+            layers, and for values that are not finite.
         ImportError: without the package safetensors.
 
     Examples:
@@ -331,6 +334,11 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
             raise ValueError(
                 f"load_lora: {folder} has {key} = {config[key]!r}, which dlp does not support; train the adapters without {key}"
             )
+    if (initial := config.get("init_lora_weights")) not in INITIAL:
+        raise ValueError(
+            f"load_lora: {folder} has init_lora_weights = {initial!r}, which changed the weights of the base; save the "
+            f"adapters with path_initial_model_for_weight_conversion of PEFT's save_pretrained"
+        )
     tensors = {name.removeprefix(PREFIX): value for name, value in load_file(str(Path(folder) / WEIGHTS)).items()}
     found = dict(adapted(model))
     wanted = {f"{name}.{side}.weight" for name in found for side in ("lora_A", "lora_B")}
