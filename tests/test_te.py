@@ -449,7 +449,8 @@ def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("norm_first", [False, True], ids=["norm last", "norm first"])
 def test_a_transformer_layer_norms_and_rotates_heads(interleaved: bool, norm_first: bool):
     """The test compares a layer on x [tokens, batch, H] with plain torch. The settings differ from their defaults: 2 groups of
-    keys and values, heads of 16 features, a window, norms of q and k, a norm after the layer, and clamped SwiGLU."""
+    keys and values, heads of 16 features, a window, norms of q and k, a norm after the layer, with which Transformer Engine
+    has no norm before q, k and v, and clamped SwiGLU."""
     torch.manual_seed(0)
     layer = te.TransformerLayer(
         H, FFN, 4, 2, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="no_mask", window_size=(3, 1),
@@ -457,7 +458,7 @@ def test_a_transformer_layer_norms_and_rotates_heads(interleaved: bool, norm_fir
         rotary_pos_interleaved=interleaved, output_layernorm=True, bias=False, normalization="RMSNorm",
         zero_centered_gamma=True, activation="clamped_swiglu", activation_params={"limit": 0.2},
     )  # fmt: skip
-    for norm in (layer.q_norm, layer.k_norm, layer.layernorm, layer.qkv[0], layer.mlp[0]):
+    for norm in (layer.q_norm, layer.k_norm, layer.layernorm, layer.mlp[0]):
         nn.init.normal_(norm.weight)
     x, angles = values(0, 6, 2, H), te.RotaryPositionEmbedding(16, interleaved=interleaved)(6)
     p = dict(layer.named_parameters())
@@ -468,8 +469,7 @@ def test_a_transformer_layer_norms_and_rotates_heads(interleaved: bool, norm_fir
     def normed(each: Tensor, name: str) -> Tensor:
         return F.rms_norm(each, (16,), p[f"{name}.weight"], 0.2)
 
-    n = norm_of(x, "qkv.0")
-    q, k, v = (F.linear(n, p[f"qkv.1.weight_{i}"]).view(6, 2, -1, 16) for i in range(3))
+    q, k, v = (F.linear(x, p[f"qkv.0.weight_{i}"]).view(6, 2, -1, 16) for i in range(3))
 
     if norm_first:
         q, k = (turned(normed(each, name), angles, interleaved) for each, name in ((q, "q_norm"), (k, "k_norm")))
@@ -484,7 +484,8 @@ def test_a_transformer_layer_norms_and_rotates_heads(interleaved: bool, norm_fir
     g, u = F.linear(m, p["mlp.1.weight_0"]).clamp(max=0.2), F.linear(m, p["mlp.1.weight_1"]).clamp(-0.2, 0.2)
     h = h + F.linear(g * torch.sigmoid(1.702 * g) * (u + 1), p["mlp.3.weight"])
     assert_close(layer(x, rotary_pos_emb=angles), norm_of(h, "layernorm"), 1e-5)
-    assert {"self_attention.q_norm.weight", "layernorm.weight"} <= ops.to_te(layer).keys()
+    expected = {"self_attention.q_norm.weight", "self_attention.qkv.query_weight", "layernorm.weight"}
+    assert expected <= ops.to_te(layer).keys()
     layer.load_state_dict(ops.from_te(layer, ops.to_te(layer)))
 
 

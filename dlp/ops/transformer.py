@@ -2,7 +2,7 @@
 
 q, k, v = qkv(norm(x)); norm of q and k (optional) and rotary embedding (optional), in either order
 h = x + dropout(proj(attention(q, k, v)))
-y = h + dropout(mlp(norm(h))); output norm (optional)
+y = h + dropout(mlp(norm(h))); output norm (optional, instead of the norm of x)
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TransformerLayer(nn.Module):
         qk_norm_before_rope: True: apply the norm of q and k before the rotary embedding; False: after it.
         rotary_pos_interleaved: True: the rotary embedding pairs features 2 * i and 2 * i + 1 of a head; False: features i and
             i + head / 2.
-        output_layernorm: apply a norm after the layer.
+        output_layernorm: apply a norm after the layer instead of the norm before q, k and v.
         output_layer_init_method: init_method of proj and of the second linear of the MLP; None: init_method of
             the other linears.
         **options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype and further options of
@@ -95,8 +95,11 @@ class TransformerLayer(nn.Module):
         row = linear_options("row" if set_parallel_mode else None, out)
         shared = {"normalization": normalization, "zero_centered_gamma": zero_centered_gamma, "bias": bias, **options}
         sizes = num_attention_heads * head, groups * head, groups * head
-        self.qkv = LayerNormLinear(
-            hidden_size, sizes, layernorm_epsilon, parallel_mode="column" if set_parallel_mode else None, **shared
+        column = "column" if set_parallel_mode else None
+        self.qkv: Sequential = (
+            Sequential(Linear(hidden_size, sizes, bias, **linear_options(column, options)))
+            if output_layernorm
+            else LayerNormLinear(hidden_size, sizes, layernorm_epsilon, parallel_mode=column, **shared)
         )
         self.attention = DotProductAttention(
             num_attention_heads // tp, head, groups // tp, attention_dropout=attention_dropout, qkv_format=attn_input_format,
@@ -119,9 +122,13 @@ class TransformerLayer(nn.Module):
 
     def te_names(self, fused: bool = False) -> TeNames:
         """Return the names of Transformer Engine. fused: whether q, k and v are one tensor there."""
-        attention, mlp = "self_attention.layernorm_qkv.", "layernorm_mlp."
-        names = names_of(self, "qkv.0", f"{attention}layer_norm_") | names_of(self, "proj.0", "self_attention.proj.")
-        for name, joined in names_of(self, "qkv.1", "").items():
+        mlp, names = "layernorm_mlp.", names_of(self, "proj.0", "self_attention.proj.")
+        if self.layernorm is None:
+            attention, linear = "self_attention.layernorm_qkv.", "qkv.1"
+            names |= names_of(self, "qkv.0", f"{attention}layer_norm_")
+        else:
+            attention, linear = "self_attention.qkv.", "qkv.0"
+        for name, joined in names_of(self, linear, "").items():
             one = {attention + name: Joined(joined.parts, self.head)}
             three = zip(("query_", "key_", "value_"), joined.parts, strict=True)
             names |= one if fused else {attention + which + name: Joined((part,)) for which, part in three}
