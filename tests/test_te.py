@@ -260,6 +260,15 @@ def test_weights_begin_as_init_method_draws_them():
     }  # fmt: skip
 
 
+def test_a_tp_size_needs_its_group():
+    for made in (
+        lambda: te.Linear(H, H, parallel_mode="column", tp_size=2),
+        lambda: te.TransformerLayer(H, FFN, 4, set_parallel_mode=True, tp_size=2),
+    ):
+        with pytest.raises(ValueError, match="tp_size is 2, but tp_group is None.*: pass tp_group to the constructor"):
+            made()
+
+
 def test_a_name_stands_in_messages():
     for layer in (dlp.Linear(H, H, name="router"), te.Linear(H, H, name="router")):
         with pytest.raises(ValueError, match="router: x of shape"):

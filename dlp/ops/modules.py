@@ -78,11 +78,17 @@ def linear_options(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             "tp_group and sequence_parallel have no effect without a mode: set parallel_mode, or set_parallel_mode=True"
         )
-    if mode is None or group is None:
+    if mode is None:
         return keywords
     size = options.get("tp_size", 1)
-    if size not in (1, None, group.size()):
-        raise ValueError(f"tp_size is {size}, but tp_group has {group.size()} ranks: leave tp_size out")
+    if size not in (1, None, 1 if group is None else group.size()):
+        raise ValueError(
+            f"tp_size is {size}, but tp_group is None, and a group cannot be set later: pass tp_group to the constructor"
+            if group is None
+            else f"tp_size is {size}, but tp_group has {group.size()} ranks: leave tp_size out"
+        )
+    if group is None:
+        return keywords
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": group}
     return keywords | parallel | {"sequence_parallel": options.get("sequence_parallel", False)}
 
