@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,26 @@ def test_weights_begin_as_init_method_draws_them():
         "qkv.1.weight_0": 0.5, "qkv.1.weight_1": 0.5, "qkv.1.weight_2": 0.5, "proj.0.weight": 1.0, "mlp.1.weight": 0.5,
         "mlp.3.weight": 1.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("init", [None, partial(nn.init.normal_, std=0.1)], ids=["default", "init_method"])
+def test_initial_values_are_those_of_transformer_engine(init: Any):
+    """Weights have a standard deviation of 0.023 unless an init_method draws them, and biases are 0. The init_method does not
+    reach output layers, which have their own."""
+    torch.manual_seed(0)
+    layers = [
+        te.Linear(512, 512, init_method=init), te.Linear(512, 512, parameters_split=("a", "b"), init_method=init),
+        te.LayerNormLinear(512, 512, init_method=init), te.LayerNormMLP(512, 512, activation="swiglu", init_method=init),
+        te.TransformerLayer(512, 512, 4, init_method=init),
+    ]  # fmt: skip
+    for layer in layers:
+        for name, parameter in layer.named_parameters():
+            if parameter.dim() == 2:
+                output = name in ("mlp.3.weight", "proj.0.weight") or (layer is layers[3] and name == "3.weight")
+                expected = 0.023 if init is None or output else 0.1
+                assert abs(parameter.std().item() / expected - 1) < 0.02, f"{type(layer).__name__}.{name}"
+            elif "bias" in name:
+                assert not parameter.any(), f"{type(layer).__name__}.{name}"
 
 
 def test_a_tp_size_needs_its_group():

@@ -1,7 +1,7 @@
 """Linear, LayerNormLinear, LayerNormMLP, TransformerLayer with keywords and defaults of `transformer_engine.pytorch` (TE).
 
-The modules are subclasses of layers of `dlp.ops`. They add TE's defaults, `parameters_split`, TE's arguments of forward, and
-`backward_dw`.
+The modules are subclasses of layers of `dlp.ops`. They add TE's defaults and initial values, `parameters_split`, TE's arguments
+of forward, and `backward_dw`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,16 @@ def on_tokens(forward: Callable[[Any], Any], x: Any, sharded: bool) -> Any:
     return results.unflatten(0, (-1, batch))
 
 
+def normal(weight: Tensor) -> None:
+    """Fill a weight with TE's default initial values."""
+    nn.init.normal_(weight, std=0.023)
+
+
+def _drawn_as_in_te(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Return `options` with TE's default for each of the init methods `names` that is missing or None."""
+    return {**options, **{name: options.get(name) or normal for name in names}}
+
+
 def _sharded(options: Mapping[str, Any]) -> bool:
     """Whether these layer options turn on sequence parallelism over a tp group."""
     return bool(options.get("sequence_parallel")) and options.get("tp_group") is not None
@@ -117,8 +127,8 @@ class Linear(_Module, SplitLinear):
         parallel_mode: how `tp_group` shards the weight: "column" or "row"; None: not sharded.
         parameters_split: see `SplitLinear`.
         return_bias: True: return (y without bias, bias).
-        options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method, name,
-            save_original_input.
+        options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method (default:
+            normally distributed with standard deviation 0.023), name, save_original_input.
 
     Shape:
         - x: [..., in_features]; y: [..., out_features]
@@ -139,7 +149,7 @@ class Linear(_Module, SplitLinear):
         options = own_options("te.Linear", "module", options, Linear)
         super().__init__(
             in_features, out_features, bias, parameters_split=parameters_split, return_bias=return_bias,
-            **linear_options(parallel_mode, options),
+            **linear_options(parallel_mode, _drawn_as_in_te(options, "init_method")),
         )  # fmt: skip
         self._on_shards = _sharded(options)
 
@@ -180,7 +190,7 @@ class LayerNormLinear(_Module, ops.LayerNormLinear):
         self, in_features: int, out_features: int, eps: float = 1e-5, *, parameters_split: Split = None, **options: Any
     ) -> None:
         vars(self)["make_linear"] = partial(SplitLinear, parameters_split=parameters_split)
-        super().__init__(in_features, out_features, eps, **options)
+        super().__init__(in_features, out_features, eps, **_drawn_as_in_te(options, "init_method"))
         self._on_shards = _sharded(options)
 
     def te_names(self, fused: bool = False) -> TeNames:
@@ -214,7 +224,9 @@ class LayerNormMLP(_Module, ops.LayerNormMLP):
     """te.LayerNormMLP: `ops.LayerNormMLP` with TE's arguments of forward."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
-        super().__init__(hidden_size, ffn_hidden_size, eps, **options)
+        super().__init__(
+            hidden_size, ffn_hidden_size, eps, **_drawn_as_in_te(options, "init_method", "output_layer_init_method")
+        )
         self._on_shards = _sharded(options)
 
     def forward(self, inp: Any, is_first_microbatch: bool | None = None, **options: Any) -> Any:  # type: ignore[override]
@@ -233,7 +245,8 @@ class TransformerLayer(_Module, ops.TransformerLayer):
     ) -> None:  # fmt: skip
         super().__init__(
             hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon=layernorm_epsilon,
-            hidden_dropout=hidden_dropout, attention_dropout=attention_dropout, attn_input_format=attn_input_format, **options,
+            hidden_dropout=hidden_dropout, attention_dropout=attention_dropout, attn_input_format=attn_input_format,
+            **_drawn_as_in_te(options, "init_method", "output_layer_init_method"),
         )  # fmt: skip
         self._on_shards = _sharded(options)
         if self._on_shards and attn_input_format != "sbhd":

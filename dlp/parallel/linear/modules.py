@@ -393,7 +393,8 @@ class Linear(ParallelLinear):
         return_bias: return (y, bias) instead of adding the bias; tuples for siblings.
         save_original_input: save x in high precision for wgrad, and quantize x again in backward.
         delay_wgrad: compute wgrad in `dlp.backward_dw` instead of in backward.
-        init_method: function that fills each complete weight in place; None: the initialization of `torch.nn.Linear`.
+        init_method: function that fills each complete weight in place; biases are then 0. None: the initialization of
+            `torch.nn.Linear`.
         name: name of the layer in plans and messages; None: name of the class.
         device: device of the parameters.
         dtype: dtype of the parameters.
@@ -472,11 +473,13 @@ class Linear(ParallelLinear):
         return [(f"weight{suffix}", f"bias{suffix}") for suffix in suffixes]
 
     def _drawn(self, size: int, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
-        """Create an unsharded nn.Linear with initial values."""
+        """Create an unsharded nn.Linear with initial values. With an init_method the bias is 0."""
         full = nn.Linear(self.in_features, size, bias, device=device, dtype=dtype)
         if self._init_method is not None:
             with torch.no_grad():
                 self._init_method(full.weight)
+                if bias:
+                    full.bias.zero_()
         return full
 
     def reset_parameters(self) -> None:
@@ -518,7 +521,8 @@ class ColumnParallelLinear(Linear):
         return_bias: return (y, bias) instead of adding the bias.
         save_original_input: save x in high precision for wgrad, and quantize x again in backward.
         delay_wgrad: compute wgrad in `dlp.backward_dw` instead of in backward.
-        init_method: function that fills each complete weight in place; None: the initialization of `torch.nn.Linear`.
+        init_method: function that fills each complete weight in place; biases are then 0. None: the initialization of
+            `torch.nn.Linear`.
         name: name of the layer in plans and messages; None: name of the class.
         device: device of the parameters.
         dtype: dtype of the parameters.
