@@ -170,8 +170,11 @@ def test_what_cannot_be_adapted_or_loaded_is_refused(tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": initial}))
         with pytest.raises(ValueError, match=f"init_lora_weights = '{initial}', which changed the weights of the base"):
             dlp.load_lora(model, tmp_path)
-    with pytest.raises(ValueError, match="group 'none' matches no linear: correct or remove"):
-        dlp.lora_groups(model, [dlp.LayerGroup("none", "x", recipe="bf16")])
+    for pattern in ("x", ["0", "2.base"]):
+        with pytest.raises(
+            ValueError, match="lora_groups: group 'none': pattern '(x|2.base)' matches no layer; nearest"
+        ):
+            dlp.lora_groups(model, [dlp.LayerGroup("none", pattern, recipe="bf16")])
 
 
 def test_groups_cut_adapters_as_their_base():
@@ -187,6 +190,33 @@ def test_groups_cut_adapters_as_their_base():
         "0.base": ("column", None), "1.base": ("row", None), "2": (None, True), "0.lora_A": ("local", True),
         "0.lora_B": ("column", True), "1.lora_A": ("row", True), "1.lora_B": ("local", True),
     }  # fmt: skip
+
+
+def test_groups_keep_norms_embeddings_and_modules_that_are_left_out():
+    """Groups of a model with adapters plan the modules without adapters as groups of the plain model do, with the names that
+    leave out the prefix of transformers."""
+
+    def net() -> nn.Module:
+        block = {"norm": nn.RMSNorm(64), "up": nn.Linear(64, 64), "down": nn.Linear(64, 64)}
+        whole = nn.ModuleDict({"model": nn.ModuleDict({
+            "embed": nn.Embedding(96, 64), "head": nn.Linear(64, 96), "own": nn.Sequential(nn.Linear(64, 64)),
+            "layers": nn.ModuleList([nn.ModuleDict(block)]),
+        })})  # fmt: skip
+        whole.base_model_prefix = "model"
+        return whole
+
+    groups = [
+        dlp.LayerGroup("region", "layers.**", sequence_parallel=True), dlp.LayerGroup("up", "layers.*.up", style="column"),
+        dlp.LayerGroup("down", "layers.*.down", style="row"), dlp.LayerGroup("own", "own", convert=False),
+        dlp.LayerGroup("vocabulary", ["embed", "head"], style="column"),
+    ]  # fmt: skip
+    plain, model = net(), net()
+    assert dlp.lora(model, rank=4, layers="layers.*.up") == ["model.layers.0.up"]
+    expected = dlp.make_plan(plain, groups, tp=2, batch=(1, 64))
+    found = dlp.make_plan(model, dlp.lora_groups(model, groups), tp=2, batch=(1, 64))
+    assert found.others == expected.others and found.left_out == expected.left_out
+    styles = {row.name: row.style for row in found.layers}
+    assert {row.name.replace("up", "up.base"): row.style for row in expected.layers}.items() <= styles.items()
 
 
 def test_dropout_is_of_the_adapter_alone():

@@ -32,11 +32,11 @@ from dlp.flows.compressed_models import write_file
 from dlp.flows.plain import quantize_
 from dlp.parallel.linear.modules import ParallelLinear
 from dlp.parallel.model.groups import LayerGroup
-from dlp.parallel.model.survey import container_lengths
+from dlp.parallel.model.survey import container_lengths, survey
 from dlp.parallel.weight.local import fill
 from dlp.quant import recipe as recipes
 from dlp.quant.parameter import QuantizedParameter
-from dlp.quant.patterns import match_names, must_match
+from dlp.quant.patterns import must_match
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # prefix of every name in a PEFT file
@@ -126,7 +126,10 @@ def lora(
             raise ValueError(f"lora: {name} {kind}; call dlp.lora once, on the plain model, before dlp.convert")
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     patterns, lengths = [layers] if isinstance(layers, str) else layers, container_lengths(model.named_modules())
-    chosen = [name for pattern in patterns for name in must_match(list(linears), lengths, pattern, asked_by="lora")]
+    prefix = getattr(model, "base_model_prefix", "")
+    chosen = [
+        name for pattern in patterns for name in must_match(list(linears), lengths, pattern, prefix, asked_by="lora")
+    ]
     chosen = list(dict.fromkeys(chosen))
     if not chosen or "" in chosen:
         raise ValueError(
@@ -157,11 +160,11 @@ def lora_groups(model: nn.Module, groups: Sequence[LayerGroup], recipe: Any = "b
         recipe: recipe of lora_A and lora_B.
 
     Returns:
-        The given groups, with the new names of the base linears (`NAME.base`) and without siblings; then groups for lora_A and
-        lora_B.
+        The given groups, with the names of the matching modules, the new names of the base linears (`NAME.base`) and without
+        siblings; then groups for lora_A and lora_B.
 
     Raises:
-        ValueError: for a layer group that matches no linear.
+        ValueError: for a pattern that matches no layer, as of groups for the names `NAME.base` of the model with adapters.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
@@ -170,18 +173,21 @@ def lora_groups(model: nn.Module, groups: Sequence[LayerGroup], recipe: Any = "b
         >>> [group.match for group in groups]
         [('0.base', '1'), ('0.lora_A',), ('0.lora_B',)]
     """
-    with_adapter = {name for name, _ in adapted(model)}
+    seen, with_adapter = survey(model), dict(adapted(model))
     inner = tuple(f"{name}." for name in with_adapter)
-    names = [
-        name for name, module in model.named_modules()
-        if name in with_adapter or (isinstance(module, nn.Linear) and not name.startswith(inner))
-    ]  # fmt: skip
-    lengths = container_lengths(model.named_modules())
+    names = [*with_adapter, *(name for name in (*seen.modules, *seen.aliases) if not name.startswith(inner))]
+    prefix = getattr(model, "base_model_prefix", "")
     made, cut = list[LayerGroup](), dict[str, tuple[str | None, bool | None]]()
     for group in groups:
-        matched = [name for pattern in group.match for name in match_names(names, lengths, pattern)]
-        if not matched:
-            raise ValueError(f"lora_groups: group {group.name!r} matches no linear: correct or remove {group.match}")
+        if group.convert is False:  # matches modules, with all layers in them
+            made.append(group)
+            continue
+        asked_by = f"lora_groups: group {group.name!r}"
+        matched = [
+            name
+            for pattern in group.match
+            for name in must_match(names, seen.lengths, pattern, prefix, asked_by=asked_by)
+        ]
         renamed = [f"{name}.base" if name in with_adapter else name for name in dict.fromkeys(matched)]
         siblings = None if group.siblings is None else False
         made.append(replace(group, match=renamed, siblings=siblings))
@@ -190,7 +196,7 @@ def lora_groups(model: nn.Module, groups: Sequence[LayerGroup], recipe: Any = "b
             cut[name] = (group.style or style, sequence if group.sequence_parallel is None else group.sequence_parallel)
     for side, beside in (("lora_A", "row"), ("lora_B", "column")):
         by_cut: dict[tuple[str, bool | None], list[str]] = {}
-        for name in (name for name in names if name in with_adapter):
+        for name in with_adapter:
             style, sequence = cut.get(name, (None, None))
             own = style if style == beside else "local"
             by_cut.setdefault((own or "local", sequence), []).append(f"{name}.{side}")
