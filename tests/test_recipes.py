@@ -276,6 +276,15 @@ def test_a_custom_recipe_asks_once_per_role():
     assert recipe.fprop.fast_accumulation and recipe.amax_scope == "all" and recipe.name == "mine"
 
 
+def test_an_operand_of_a_custom_recipe_may_leave_an_orientation_in_high_precision():
+    recipe = CustomRecipe(lambda role: Operand(CurrentScaling(), None) if role in ROLES[:2] else None).for_layer("any")
+    assert recipe.w == Operand(CurrentScaling(), KeepHighPrecision())
+    with pytest.raises(
+        ValueError, match="returned an Operand for linear_output in 'any', which is cast in one orientation"
+    ):
+        CustomRecipe(lambda role: both(CurrentScaling())).for_layer("any")
+
+
 def by_layer(role: str, name: str) -> Quantizer | None:
     return MxScaling() if name.startswith("layers.0.") else None
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from dlp.quant.gemm import GemmOptions
 from dlp.quant.quantizer import KeepHighPrecision
-from dlp.quant.recipe import Operand, Recipe, both
+from dlp.quant.recipe import Operand, Recipe
 from dlp.quant.tensor import Format
 
 # roles of x, w, dy, y and dx
 ROLES = ("linear_input", "linear_weight", "linear_grad_output", "linear_output", "linear_grad_input")
+RESULTS = ROLES[3:]
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class CustomRecipe:
                     f"{self}: qfactory returned {answer!r} for {role} in {layer!r}; "
                     f"return a quantizer, an Operand(rowwise, columnwise) of two, or None for high precision"
                 )
+        if role in RESULTS and isinstance(answer, Operand):
+            raise ValueError(
+                f"{self}: qfactory returned an Operand for {role} in {layer!r}, which is cast in one orientation: return a "
+                f"quantizer, or None for high precision"
+            )
         return answer
 
     def __str__(self) -> str:
@@ -86,9 +92,8 @@ class CustomRecipe:
 
 
 def _operand(answer: Any) -> Operand:
-    if answer is None:
-        return both(KeepHighPrecision())
-    return Operand(getattr(answer, "rowwise", answer), getattr(answer, "columnwise", answer))
+    pair = getattr(answer, "rowwise", answer), getattr(answer, "columnwise", answer)
+    return Operand(*(KeepHighPrecision() if quantizer is None else quantizer for quantizer in pair))
 
 
 def _takes_layer(qfactory: Callable[..., Any]) -> bool:
