@@ -285,6 +285,15 @@ def test_an_operand_of_a_custom_recipe_may_leave_an_orientation_in_high_precisio
         CustomRecipe(lambda role: both(CurrentScaling())).for_layer("any")
 
 
+@pytest.mark.parametrize("name", ["amax_scope", "gather_dy"])
+def test_a_mistaken_field_of_a_recipe_is_refused(name: str):
+    with pytest.raises(ValueError, match=f"recipe bf16: {name} must be one of .*; got 'al'"):
+        replace(load("bf16"), **{name: "al"})
+    if name == "amax_scope":
+        with pytest.raises(ValueError, match="recipe custom: amax_scope must be one of table, all; got 'al'"):
+            CustomRecipe(lambda role: None, amax_scope="al").for_layer("any")
+
+
 def by_layer(role: str, name: str) -> Quantizer | None:
     return MxScaling() if name.startswith("layers.0.") else None
 

@@ -39,6 +39,7 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 GEMM_OPERANDS = {"fprop": ("x", "rowwise", "w", "rowwise"), "dgrad": ("dy", "rowwise", "w", "columnwise"),
                  "wgrad": ("dy", "columnwise", "x", "columnwise")}  # fmt: skip
 DIMENSIONS = {"x": ("M", "K"), "w": ("N", "K"), "dy": ("M", "N")}
+CHOICES = {"amax_scope": ("table", "all"), "gather_dy": ("quantized", "high_precision")}  # fields of `Recipe`
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 GemmName = Literal["fprop", "dgrad", "wgrad"]
@@ -123,8 +124,8 @@ class Recipe:
             their values differ from the defaults.
 
     Raises:
-        ValueError: for two operands that a GEMM cannot multiply (the message names the GEMM), and for a quantizer that lacks a
-            method or argument that it declares.
+        ValueError: for two operands that a GEMM cannot multiply (the message names the GEMM), for a quantizer that lacks a
+            method or argument that it declares, and for an unknown amax_scope or gather_dy.
 
     Examples:
         >>> dlp.recipe("fp8_block").name
@@ -146,6 +147,10 @@ class Recipe:
     options: tuple[tuple[str, Any], ...] = field(default=())
 
     def __post_init__(self) -> None:
+        for name, values in CHOICES.items():
+            if getattr(self, name) not in values:
+                found = getattr(self, name)
+                raise ValueError(f"recipe {self.name}: {name} must be one of {', '.join(values)}; got {found!r}")
         for which in GEMMS:
             a, b = self.operands(which)
             check_pair(which, a.format, b.format)
