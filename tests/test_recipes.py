@@ -294,6 +294,18 @@ def test_a_mistaken_field_of_a_recipe_is_refused(name: str):
             CustomRecipe(lambda role: None, amax_scope="al").for_layer("any")
 
 
+def test_a_recipe_file_returns_a_recipe_and_may_leave_annotations_out(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "from dlp import CustomRecipe\nfrom dlp.quant.fp8 import CurrentScaling\n"
+        "def recipe(element='e4m3', custom=False):\n"
+        "    made = CustomRecipe(lambda role: CurrentScaling(element) if role == 'linear_input' else None)\n"
+        "    return made if custom else made.for_layer('mine')\n"
+    )
+    assert load("mine", recipes_path=tmp_path, element="e5m2").x == both(CurrentScaling("e5m2"))
+    with pytest.raises(ValueError, match="must return a Recipe; got CustomRecipe: in place .* return custom.for_layer"):
+        load("mine", recipes_path=tmp_path, custom=True)
+
+
 def by_layer(role: str, name: str) -> Quantizer | None:
     return MxScaling() if name.startswith("layers.0.") else None
 

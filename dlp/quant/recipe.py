@@ -397,7 +397,8 @@ def load(name: str, *, recipes_path: str | Path | None = None, **options: Any) -
         The `Recipe`.
 
     Raises:
-        ValueError: for an unknown name or option, or a value that the option does not allow.
+        ValueError: for an unknown name or option, a value that the option does not allow, and a file whose function returns no
+            `Recipe`.
 
     Examples:
         >>> layer = dlp.Linear(64, 64, recipe=dlp.recipe("fp8_block", power_of_two=True))
@@ -408,8 +409,14 @@ def load(name: str, *, recipes_path: str | Path | None = None, **options: Any) -
         if key not in (*own, *SHARED_OPTIONS):
             known = ", ".join((*own, *SHARED_OPTIONS))
             raise ValueError(f"recipe {name} has no option {key!r}; the options are {known}")
-        check_option(f"recipe {name}: {key}", value, hints[key])
+        if key in hints:  # a parameter without annotation takes any value
+            check_option(f"recipe {name}: {key}", value, hints[key])
     recipe = build(**{key: value for key, value in options.items() if key in own})
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"recipe {name}: the function recipe must return a Recipe; got {type(recipe).__name__}: in place of a CustomRecipe "
+            f'return custom.for_layer("{name}")'
+        )
     for key, apply in SHARED_OPTIONS.items():
         recipe = apply(recipe, options[key]) if key in options else recipe
     chosen = {key: value for key, value in options.items() if key not in own or value != own[key].default}
