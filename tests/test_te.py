@@ -281,6 +281,18 @@ def test_initial_values_are_those_of_transformer_engine(init: Any):
                 assert not parameter.any(), f"{type(layer).__name__}.{name}"
 
 
+def test_a_returned_bias_that_is_missing_is_none():
+    x, options = values(0, M, H), {"bias": False, "return_bias": True}
+    y, bias = te.Linear(H, H, **options)(x)
+    assert bias is None and y.shape == x.shape
+    y, bias, normed = te.LayerNormLinear(H, H, return_layernorm_output=True, **options)(x)
+    assert bias is None and y.shape == normed.shape == x.shape
+    y, bias = te.LayerNormLinear(H, H, parameters_split=("a", "b"), **options)(x)
+    assert bias is None and y.shape == x.shape
+    y, bias = te.LayerNormMLP(H, FFN, **options)(x)
+    assert bias is None and y.shape == x.shape
+
+
 def test_a_tp_size_needs_its_group():
     for made in (
         lambda: te.Linear(H, H, parallel_mode="column", tp_size=2),

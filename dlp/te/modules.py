@@ -109,8 +109,25 @@ def _sharded(options: Mapping[str, Any]) -> bool:
     return bool(options.get("sequence_parallel")) and options.get("tp_group") is not None
 
 
+def _lacks_bias(options: Mapping[str, Any]) -> bool:
+    """Whether these layer options ask for the bias of a layer without bias."""
+    return bool(options.get("return_bias")) and not options.get("bias", True)
+
+
 class _Module(nn.Module):
-    """Base class with the method `backward_dw` of TE's modules."""
+    """Base class with the method `backward_dw` of TE's modules.
+
+    lacks_bias   whether forward returns None for the bias: return_bias=True without a bias
+    """
+
+    lacks_bias = False
+
+    def with_bias(self, results: Any) -> Any:
+        """Return the results of forward, with None in place of a missing bias (`lacks_bias`)."""
+        if not self.lacks_bias:
+            return results
+        y, *others = results if isinstance(results, tuple) else (results,)
+        return (y, None, *others)
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients (delay_wgrad_compute=True)."""
@@ -126,7 +143,7 @@ class Linear(_Module, SplitLinear):
         bias: whether the layer has a bias.
         parallel_mode: how `tp_group` shards the weight: "column" or "row"; None: not sharded.
         parameters_split: see `SplitLinear`.
-        return_bias: True: return (y without bias, bias).
+        return_bias: True: return (y without bias, bias); (y, None) without a bias.
         options: tp_group, sequence_parallel, recipe, overlap, device, params_dtype, delay_wgrad_compute, init_method (default:
             normally distributed with standard deviation 0.023), name, save_original_input.
 
@@ -151,7 +168,7 @@ class Linear(_Module, SplitLinear):
             in_features, out_features, bias, parameters_split=parameters_split, return_bias=return_bias,
             **linear_options(parallel_mode, _drawn_as_in_te(options, "init_method")),
         )  # fmt: skip
-        self._on_shards = _sharded(options)
+        self._on_shards, self.lacks_bias = _sharded(options), return_bias and not bias
 
     def forward(  # type: ignore[override]
         self, inp: Any, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
@@ -164,8 +181,10 @@ class Linear(_Module, SplitLinear):
         """
         refuse("te.Linear.forward", FORWARD, {"is_first_microbatch": is_first_microbatch}, ())
         if not (fp8_output or fp8_grad):
-            return on_tokens(
-                lambda x: joined(super(Linear, self).forward(x), len(self.core.members)), inp, self._on_shards
+            return self.with_bias(
+                on_tokens(
+                    lambda x: joined(super(Linear, self).forward(x), len(self.core.members)), inp, self._on_shards
+                )
             )
         fusers = vars(self).setdefault("_handing", {})
         key = bool(fp8_output), bool(fp8_grad)
@@ -177,7 +196,7 @@ class Linear(_Module, SplitLinear):
                 )
             before, behind = [HandOver(self, "backward")] * fp8_grad, [HandOver(self, "forward")] * fp8_output
             fusers[key] = OperationFuser([*before, self, *behind])
-        return joined(fusers[key](inp), len(self.core.members))
+        return self.with_bias(joined(fusers[key](inp), len(self.core.members)))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_handing"}
@@ -191,7 +210,7 @@ class LayerNormLinear(_Module, ops.LayerNormLinear):
     ) -> None:
         vars(self)["make_linear"] = partial(SplitLinear, parameters_split=parameters_split)
         super().__init__(in_features, out_features, eps, **_drawn_as_in_te(options, "init_method"))
-        self._on_shards = _sharded(options)
+        self._on_shards, self.lacks_bias = _sharded(options), _lacks_bias(options)
 
     def te_names(self, fused: bool = False) -> TeNames:
         linear = str(1 + self.returns_norm)
@@ -209,7 +228,9 @@ class LayerNormLinear(_Module, ops.LayerNormLinear):
         linear: Any = self[-1]
         count = len(linear.core.members)
         if not fp8_output:
-            return on_tokens(lambda x: joined(super(LayerNormLinear, self).forward(x), count), inp, self._on_shards)
+            return self.with_bias(
+                on_tokens(lambda x: joined(super(LayerNormLinear, self).forward(x), count), inp, self._on_shards)
+            )
         if count > 1 or self.returns_norm or linear.core.bias_apart:
             raise ValueError(
                 "te.LayerNormLinear: fp8_output returns only y: leave parameters_split, return_bias and "
@@ -227,12 +248,12 @@ class LayerNormMLP(_Module, ops.LayerNormMLP):
         super().__init__(
             hidden_size, ffn_hidden_size, eps, **_drawn_as_in_te(options, "init_method", "output_layer_init_method")
         )
-        self._on_shards = _sharded(options)
+        self._on_shards, self.lacks_bias = _sharded(options), _lacks_bias(options)
 
     def forward(self, inp: Any, is_first_microbatch: bool | None = None, **options: Any) -> Any:  # type: ignore[override]
         given = {"is_first_microbatch": is_first_microbatch, **options}
         refuse("te.LayerNormMLP.forward", FORWARD, given, ())
-        return on_tokens(super().forward, inp, self._on_shards)
+        return self.with_bias(on_tokens(super().forward, inp, self._on_shards))
 
 
 class TransformerLayer(_Module, ops.TransformerLayer):
