@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import dlp
 from dlp.parallel.model.groups import LayerGroup
 from dlp.parallel.model.plan import fold, make_plan
 from tests.refusals import must_raise
@@ -119,6 +120,26 @@ def test_parameters_add_up():
     biases_and_norms = 2 * (2 * 64 + 64)  # biases of o_proj and norms are replicated
     columns = {"name": "all", "match": ["head", "embed"], "style": "column"}
     assert plan(QKV, OUT, columns).parameters == (whole - biases_and_norms) // 2 + biases_and_norms
+
+
+class HeadFirst(nn.Module):
+    """Embeddings after the linear that has the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 96)
+        self.embed, self.positions = nn.Embedding(96, 64), nn.Embedding(96, 64)
+        self.embed.weight = self.positions.weight = self.head.weight
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tied_parameters_count_once_and_in_one_row(tp):
+    with torch.device("meta"):
+        found = make_plan(HeadFirst(), [{"name": "all", "match": ["**"], "style": "column"}], tp)
+    assert found.parameters == sum(parameter.numel() for parameter in HeadFirst().parameters()) // tp
+    assert [row.parameters for row in (*found.layers, *found.others)] == [found.parameters, 0, 0]
+    report = dlp.wire_report(found, dlp.Workload({"tp": tp}, tokens=32))
+    assert report.get("embed", {}) == ({"fprop": 2 * 32 * 64 // 2 * 4} if tp == 2 else {})  # an all-reduce in fp32
 
 
 def test_an_embedding_is_cut_along_the_vocabulary():

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Plan:
     @property
     def parameters(self) -> int:
         """Number of parameters per tp rank, before FSDP."""
-        return sum(row.parameters for row in self.layers) + sum(row.parameters for row in self.others)
+        return sum(prod(parameter.shape) for parameter in self.weights)
 
     def __str__(self) -> str:
         counts = [(row.recipe.name, row.style) for row in self.layers]
@@ -172,7 +173,7 @@ def make_plan(
     _check_ties(modules, layers, others)
     if tp > 1:
         check_flow(layers, blocks(model), typed, resolved)
-    layers = _counted_once(modules, layers, tp)
+    layers, others = _counted_once(modules, layers, others, tp)
     styles, vocabulary = {row.module: row.row for row in layers}, {row.name for row in others if row.style == "vocab"}
     partial = {row.name for row in others if row.partial}
     parameters = plan_parameters(modules, styles, vocabulary, partial, tp)
@@ -198,8 +199,11 @@ def _rows(
     return with_strategies(layers, place), others
 
 
-def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], tp: int) -> list[LayerPlan]:
-    """Return the rows, where a linear whose weight is tied to an earlier module counts only its bias and gets a note."""
+def _counted_once(
+    modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan], others: Sequence[OtherPlan], tp: int
+) -> tuple[list[LayerPlan], list[OtherPlan]]:
+    """Return the rows without parameters that are tied to an earlier module: a linear with a tied weight counts only its bias
+    and gets a note."""
     owners: dict[int, str] = {}
     for name, module in modules.items():
         for parameter in module._parameters.values():
@@ -211,7 +215,15 @@ def _counted_once(modules: Mapping[str, nn.Module], layers: Sequence[LayerPlan],
             n, k = shard_sizes(row.row, *row.shape, tp, row.name)
             row = replace(row, parameters=row.parameters - n * k, notes=(*row.notes, f"weight tied to {owner}"))
         rows.append(row)
-    return rows
+    tied = {
+        name: sum(p.numel() for p in module._parameters.values() if p is not None and owners[id(p)] != name)
+        for name, module in modules.items()
+    }
+    counted = [
+        replace(row, parameters=row.parameters - tied[row.name] // (tp if row.style == "vocab" else 1))
+        for row in others
+    ]
+    return rows, counted
 
 
 def _sibling_sets(layers: Sequence[LayerPlan], resolved: Mapping[str, Resolved]) -> dict[str, tuple[str, ...]]:

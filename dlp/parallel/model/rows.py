@@ -123,13 +123,18 @@ class ParameterPlan:
 
     shape    shape on a tp rank, before FSDP
     partial  whether the gradient on a tp rank is a partial sum over the rank's tokens or features
-    shared   whether several modules have this parameter
+    others   the other names of the parameter
     """
 
     name: str
     shape: tuple[int, ...]
     partial: bool
-    shared: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def shared(self) -> bool:
+        """Whether several modules have this parameter."""
+        return bool(self.others)
 
 
 @dataclass(frozen=True)
@@ -361,7 +366,7 @@ def plan_parameters(
             found[id(parameter)] = (
                 ParameterPlan(f"{name}.{key}", shape, in_parts)
                 if first is None
-                else replace(first, partial=first.partial or in_parts, shared=True)
+                else replace(first, partial=first.partial or in_parts, others=(*first.others, f"{name}.{key}"))
             )
     return tuple(found.values())
 

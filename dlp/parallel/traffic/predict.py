@@ -395,7 +395,7 @@ def _embedding(plan: Plan, other: OtherPlan, load: Workload) -> Sends:
     """Bytes of a vocab-parallel embedding: rows are summed over tp; with sequence parallelism their gradients are gathered."""
     if other.style != "vocab":
         return
-    hidden = next(p.shape[1] for p in plan.weights if p.name == f"{other.name}.weight")
+    hidden = next(p.shape[1] for p in plan.weights if f"{other.name}.weight" in (p.name, *p.others))
     ranks, size = load.ranks(TP), load.weight_dtype.itemsize
     numel, key = load.tokens * hidden, (load.named(TP), other.name)
     precision = observer.dtype_name(load.weight_dtype)
