@@ -118,6 +118,13 @@ def test_more_work_takes_longer_and_faster_formats_do_not():
     assert "no CUDA graph hides the host" in said and not any(x.startswith("up to") for x in base.describe())
 
 
+def test_linears_without_siblings_take_time():
+    found = step("llama3_1b", 2, "--groups.default.siblings", "false")
+    names = {span.operation.name for span in found.microbatch.spans}
+    assert names >= {f"model.layers.1.{linear} {gemm}" for gemm in ("fprop", "dgrad", "wgrad")
+                     for linear in ("self_attn.k_proj", "self_attn.v_proj", "mlp.up_proj")}  # fmt: skip
+
+
 def test_the_plan_of_a_board_says_the_time_and_that_of_a_kind_says_how_to_get_it(tmp_path):
     text = plan_text(few("llama3_1b"), 2, "h200", tmp_path / "step.json")
     assert "a step predicted on h200" in text and "links busy: tp" in text

@@ -141,31 +141,27 @@ class StepWork:
     # Blocks
 
     def _forward(self, block: str) -> None:
-        qkv, out, *mlp = self._roles(block)
         self._norm(f"{block} norm", forward=True)
-        self._linear_forward(qkv)
+        self._forwards(block, "q_proj", "k_proj", "v_proj")
         self._rope(block)
         self._attention(block, forward=True)
-        self._linear_forward(out)
+        self._forwards(block, "o_proj")
         self._norm(f"{block} norm", forward=True)
-        for linear in mlp[:-1]:
-            self._linear_forward(linear)
+        self._forwards(block, "gate_proj", "up_proj")
         self._activation(block, forward=True)
-        self._linear_forward(mlp[-1])
+        self._forwards(block, "down_proj")
 
     def _backward(self, block: str) -> None:
-        qkv, out, *mlp = self._roles(block)
         if self.load.recomputes(f"{block}.x"):
             self._again(block)
-        self._linear_backward(mlp[-1])
+        self._backwards(block, "down_proj")
         self._activation(block, forward=False)
-        for linear in reversed(mlp[:-1]):
-            self._linear_backward(linear)
+        self._backwards(block, "up_proj", "gate_proj")
         self._norm(f"{block} norm", forward=False)
-        self._linear_backward(out)
+        self._backwards(block, "o_proj")
         self._attention(block, forward=False)
         self._rope(block)
-        self._linear_backward(qkv)
+        self._backwards(block, "v_proj", "k_proj", "q_proj")
         self._norm(f"{block} norm", forward=False)
 
     def _again(self, block: str) -> None:
@@ -178,11 +174,18 @@ class StepWork:
         self._rope(block)
         self._activation(block, forward=True)
 
-    def _roles(self, block: str) -> list[LinearTraffic]:
-        """Return the linears of a block in the order of forward: q, k and v as one; the output of attention; the MLP."""
-        order = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    def _named(self, block: str, names: Sequence[str]) -> list[LinearTraffic]:
+        """Return the linears of a block with these names. Siblings have one entry, under the name of the first sibling."""
         found = {linear.name.rpartition(".")[2]: linear for linear in self.linears[block]}
-        return [found[name] for name in order if name in found]
+        return [found[name] for name in names if name in found]
+
+    def _forwards(self, block: str, *names: str) -> None:
+        for linear in self._named(block, names):
+            self._linear_forward(linear)
+
+    def _backwards(self, block: str, *names: str) -> None:
+        for linear in self._named(block, names):
+            self._linear_backward(linear)
 
     def _norm(self, name: str, *, forward: bool) -> None:
         """Append one kernel for a norm and the addition of the residual. Forward reads two tensors and writes two; backward
