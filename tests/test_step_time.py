@@ -108,6 +108,8 @@ def test_shares_sum_to_the_step(settings):
 def test_more_work_takes_longer_and_faster_formats_do_not():
     base = step("llama3_1b", 2)
     assert step("llama3_1b", 2, "--train.checkpointing", "full").seconds > 1.1 * base.seconds
+    again = step("llama3_1b", 2, "--train.checkpointing", "selective", "--train.compile", "false")
+    assert again.seconds > step("llama3_1b", 2, "--train.compile", "false").seconds
     assert step("llama3_1b", 2, "--recipe", "bf16").seconds > base.seconds
     assert step("llama3_1b", 2, "--mesh.transport", "nccl").seconds > base.seconds
     assert step("llama3_1b", 2, "--train.compile", "false").seconds > base.seconds

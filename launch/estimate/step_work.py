@@ -45,7 +45,7 @@ from launch.ranks.links import NETWORK, leaves_host, transport_name
 from launch.training.attention_backend import FASTEST
 from launch.training.build import attention_of
 from launch.training.optimizer import state_bytes
-from launch.training.recomputation import compiles_blocks
+from launch.training.recomputation import compiles_blocks, recomputed
 
 CAST, ATTENTION, POINTWISE, LOSS = "casts", "attention", "norms, rope, activations", "loss"
 OPTIMIZER, BOUNDARY, SUMS, COPIES = "optimizer", "weight casts", "sums", "FSDP's copies"
@@ -74,6 +74,7 @@ class StepWork:
             self.linears.setdefault(block_of(linear.name, blocks), []).append(linear)
         self.weights = linear_weights(self.plan)
         self.blocks = [block for block in self.linears if block]
+        self.recomputed = {self.blocks[i] for i in recomputed(config.train, len(self.blocks))}
         self.fsdp = bool(self.load.units) and self.shards > 1
         self.units = units_of(self.plan, self.load) if self.fsdp else {}
         self.sent: dict[tuple[str, str], dict[str, int]] = {}  # (linear, pass) -> bytes by purpose
@@ -152,7 +153,7 @@ class StepWork:
         self._forwards(block, "down_proj")
 
     def _backward(self, block: str) -> None:
-        if self.load.recomputes(f"{block}.x"):
+        if block in self.recomputed:
             self._again(block)
         self._backwards(block, "down_proj")
         self._activation(block, forward=False)
@@ -172,6 +173,8 @@ class StepWork:
         for _ in range(2):
             self._norm(f"{block} norm again", forward=True)
         self._rope(block)
+        if gathered := self._keys(block):
+            self._compute(f"{block} keys again", ATTENTION, 0.0, waits=gathered)
         self._activation(block, forward=True)
 
     def _named(self, block: str, names: Sequence[str]) -> list[LinearTraffic]:
