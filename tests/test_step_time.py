@@ -146,12 +146,27 @@ def test_a_picture_is_drawn(tmp_path):
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
-def test_few_blocks_extend_to_all_exactly():
-    config, world = load("llama3_1b"), 2
-    whole = planned(config, world, "h200")
-    extended = Extended(config, world, "h200")
+EDGES = '["layers.0.**", "layers.-4:.**", "lm_head"]'
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "settings"),
+    [
+        ("llama3_1b", 2, []),
+        ("llama3_1b", 2, ["--train.checkpointing", "full", "--train.recompute_every", "3"]),
+        ("llama3_1b", 2, ["--groups.edges.match", EDGES]),
+        ("llama3_1b", 2, ["--groups.edges.match", '["layers.1?.**"]']),
+        ("llama3_8b", 8, []),  # reduces gradients in each microbatch; a model of 3 blocks would do so once
+    ],
+    ids=["ends", "every third recomputed", "four at the end", "a wildcard", "gradients of microbatches"],
+)
+def test_few_blocks_extend_to_all_exactly(name, world, settings):
+    config = load(name, settings)
+    whole = planned(config, world, "h100")
+    extended = Extended(config, world, "h100")
+    assert extended.found[0].load.reductions == whole.load.reductions
     assert extended.peak() == pytest.approx(whole.memory.peak)
-    assert extended.seconds()[0] == pytest.approx(forecast(config, world, "h200", whole).seconds, rel=1e-3)
+    assert extended.seconds()[0] == pytest.approx(forecast(config, world, "h100", whole).seconds, rel=1e-3)
 
 
 def test_advice_is_ranked_and_names_what_does_not_fit(capsys):

@@ -113,6 +113,16 @@ def _indices(index: str, length: int) -> Sequence[int]:
     return (int(index) + length if index.startswith("-") else int(index),)
 
 
+def indices_in(pattern: str, length: int) -> list[int] | None:
+    """Return the numbers in the indices and slices of `pattern`. None: a shell wildcard of the pattern, such as `[0-3]`,
+    matches only some of the indices of a container with `length` children."""
+    components = [component for alternative in parse(pattern) for component in alternative]
+    for component in components:
+        if not _INDEX.fullmatch(component) and len({fnmatchcase(str(i), component) for i in range(length)}) > 1:
+            return None
+    return [int(number) for each in components if _INDEX.fullmatch(each) for number in each.split(":") if number]
+
+
 def _nearest(pattern: str, names: Sequence[str], prefix: str) -> list[str]:
     """Return up to three names that resemble `pattern`. Of names that differ only in indices, only the first is returned."""
 
