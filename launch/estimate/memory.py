@@ -29,7 +29,7 @@ from dlp.comm.slots import MAXIMA, mapped_bytes
 from dlp.parallel.casts import operand_shape
 from dlp.parallel.model.plan import table
 from dlp.parallel.model.rows import LayerPlan, ParameterPlan
-from dlp.parallel.traffic.predict import Workload, linear_weights, predicting, travels_as
+from dlp.parallel.traffic.predict import Workload, gather_passes, linear_weights, predicting, travels_as
 from dlp.quant.recipe import Recipe
 from launch.common.units import said_bytes
 from launch.config.run_config import Config
@@ -188,7 +188,9 @@ class _Estimate:
             return 0.0
         shape = self.load.shard(parameter.shape, padded=True)
         made = [
-            layout.format.nbytes(layout.of((shape[0], shape[1])), self.load.dtype) for layout in dict.fromkeys(layouts)
+            layout.format.nbytes(layout.of((shape[0], shape[1])), self.load.dtype)
+            for layout in dict.fromkeys(layouts)
+            if not layout.format.keeps_source
         ]
         copy = prod(shape) * self.wide if self.load.weight_dtype != torch.float32 else 0
         return copy + sum(made)
@@ -270,21 +272,30 @@ class _Estimate:
         all blocks stay gathered until backward."""
         if not self.fsdp:
             return dict.fromkeys(MOMENTS, 0.0)
-        root = self._sum(self._travels, "")
-        block = max(self._sum(self._travels, block) for block in self.blocks)
+        root = self._unit_gathered("", again=False)
         if not self.load.resharded:
-            every = root + sum(self._sum(self._travels, block) for block in self.blocks)
-            return {"loss": every, "last block": every, "first block": root + block}
-        return {"loss": root + block, "last block": root + 2 * block, "first block": root + 2 * block}
+            blocks = [self._unit_gathered(block, again=False) for block in self.blocks]
+            every = root + sum(blocks)
+            return {"loss": every, "last block": every, "first block": root + max(blocks)}
+        forward, backward = (
+            max(self._unit_gathered(block, again=True, backward=in_backward) for block in self.blocks)
+            for in_backward in (False, True)
+        )
+        return {"loss": root + forward, "last block": root + 2 * backward, "first block": root + 2 * backward}
 
-    def _travels(self, parameter: ParameterPlan) -> float:
-        found = self.linears.get(parameter.name)
-        layouts = found and travels_as(*found, self.load)
-        if not layouts or self.ranks == 1:  # weights on one shard are not quantized for a gather
-            return prod(parameter.shape) * self.load.weight_dtype.itemsize
-        layout = layouts[1]
-        shape = (parameter.shape[0], parameter.shape[1])
-        return layout.format.nbytes(layout.of(shape), self.load.dtype)
+    def _unit_gathered(self, unit: str, *, again: bool, backward: bool = False) -> float:
+        """Return the bytes of a gathered FSDP unit in one pass. `again`: whether backward gathers the unit again."""
+        return self._sum(lambda p: self._travels(p, again, backward), unit)
+
+    def _travels(self, parameter: ParameterPlan, again: bool, backward: bool) -> float:
+        shape = parameter.shape[0], prod(parameter.shape[1:])
+        if self.ranks == 1:  # weights on one shard are not quantized for a gather
+            return prod(shape) * self.load.weight_dtype.itemsize
+        layouts = gather_passes(self.linears.get(parameter.name), parameter, self.load, again)[backward]
+        return sum(
+            layout.format.nbytes(layout.of(shape), self.load.weight_dtype, along=int(layout.transposed))
+            for layout in layouts
+        )
 
     def _work(self) -> dict[str, float]:
         """Return the bytes of working memory by moment: logits and their gradient, activations of a recomputed block, temporary

@@ -53,9 +53,17 @@ def counted(config: Config) -> dict[str, tuple[float, float]]:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("mesh", "recipe"), [nightly("tp", "fp8_current"), ("fsdp", "nvfp4")])
-def test_what_stays_was_planned(ranks, mesh, recipe):
-    config = load("tiny", [*SMALL, *MESHES[mesh], f"--recipe={recipe}"])
+@pytest.mark.parametrize(
+    ("mesh", "recipe", "settings"),
+    [
+        nightly("tp", "fp8_current", []),
+        nightly("fsdp", "nvfp4", []),
+        ("fsdp", "{name='nvfp4', high_precision=['fprop']}", []),  # FSDP gathers values in forward, codes in backward
+        nightly("fsdp", "mxfp8", ["--mesh.reshard_after_forward=false"]),  # blocks stay gathered in both orientations
+    ],
+)
+def test_what_stays_was_planned(ranks, mesh, recipe, settings):
+    config = load("tiny", [*SMALL, *MESHES[mesh], f"--recipe={recipe}", *settings])
     for found in ranks(2).run(counted, config):
         for name, (real, predicted) in found.items():
             assert predicted == pytest.approx(real, rel=0.01, abs=2048), name
