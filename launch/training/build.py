@@ -193,7 +193,7 @@ def build(config: Config, mesh: DeviceMesh, device: torch.device) -> Built:
     dims = ParallelDims.from_mesh(mesh)
     memory = memory_here() if device.type == "cuda" else None
     waits = accumulation(config, plan, batch, dims.shards, memory)
-    if batch.token_ranks > 1 and not config.train.invariant:
+    if batch.token_ranks > 1:
         carry_gradients(model, config, gradient_wire(config, batch.num_micro, waits.reductions))
     return Built(model, plan, mesh, device, optimizer, dims, batch, waits, swaps, graph, dlp.Context.of(mesh))
 

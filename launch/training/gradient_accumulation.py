@@ -53,11 +53,13 @@ def memory_here() -> float:
 
 def gradient_wire(config: Config, microbatches: int, reductions: int) -> str:
     """Return the dtype in which FSDP sends gradients, "fp32", "bf16" or "fp8". `[mesh] grad_wire = "auto"` becomes bf16 if
-    gradients are bf16 before the reduction; gradients that FSDP accumulates over microbatches are fp32."""
+    gradients are bf16 before the reduction; gradients of invariant runs, and gradients that FSDP accumulates over microbatches,
+    are fp32."""
     asked = config.mesh.grad_wire
     if asked != "auto":
         return asked
-    return "bf16" if config.train.dtype == "bf16" and reductions == microbatches else "fp32"
+    train = config.train
+    return "bf16" if train.dtype == "bf16" and reductions == microbatches and not train.invariant else "fp32"
 
 
 def accumulation(config: Config, plan: Plan, batch: Batch, dp_shard: int, memory: float | None = None) -> Accumulation:

@@ -54,14 +54,15 @@ def workload(config: Config, world: int, reductions: int) -> Workload:
     batch, mesh = validate_world(config, world), config.mesh
     blocks = tuple(config.architecture.blocks)
     dtype, sharded = DTYPES[config.train.dtype], shards(config, batch.token_ranks)
+    invariant = config.train.invariant  # then FSDP gathers the stored values, fp32, and passes cast these
     again = tuple(blocks[i] for i in recomputed(config.train, len(blocks)))
     wire = gradient_wire(config, batch.num_micro, reductions)
     keys = 2 * config.family.kv_heads // mesh.tp * config.family.head_dim if mesh.cp > 1 else 0
     return Workload(
         parallel_dims(config, world).sizes, batch.micro * config.own_sequence,
-        batch.num_micro, dtype, weight_dtype=dtype if sharded else torch.float32,
-        units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather, weight_cache=config.train.weight_cache,
-        reductions=reductions, grad_wire=None if wire == "fp32" else wire,
+        batch.num_micro, dtype, weight_dtype=dtype if sharded and not invariant else torch.float32,
+        units=(*blocks, "") if sharded else (), gather=mesh.quantized_gather and not invariant,
+        weight_cache=config.train.weight_cache, reductions=reductions, grad_wire=None if wire == "fp32" else wire,
         recomputed=again if config.train.checkpointing == "full" else (), resharded=mesh.reshard_after_forward,
         amax_group={"auto": None, TP: TP, "tp+cp": TP if mesh.cp == 1 else CP_TP}.get(mesh.amax_group, WORLD),
         keys_gathered=keys * (len(blocks) + len(again)), keys_reduced=keys * len(blocks),

@@ -59,6 +59,7 @@ def counted(config: Config) -> dict[str, tuple[float, float]]:
         nightly("tp", "fp8_current", []),
         nightly("fsdp", "nvfp4", []),
         ("fsdp", "{name='nvfp4', high_precision=['fprop']}", []),  # FSDP gathers values in forward, codes in backward
+        ("fsdp", "fp8_current", ["--train.invariant=true", "--model.fused=false"]),
         nightly("fsdp", "mxfp8", ["--mesh.reshard_after_forward=false"]),  # blocks stay gathered in both orientations
     ],
 )
