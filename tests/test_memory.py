@@ -174,6 +174,17 @@ def test_large_models_fit_their_mesh_and_are_planned_in_seconds(name, world):
     assert "together" in text and time.process_time() - began < 10
 
 
+def test_the_plan_has_the_memory_of_the_recipes_that_need_most():
+    long = ["--train.sequence=2048", "--train.steps=8"]  # saved activations outweigh cached operands
+    fp8, bf16 = (held(small(*long, f"--recipe={recipe}"), 1) for recipe in ("fp8_current", "bf16"))
+    assert bf16.peak > fp8.peak and "after step" not in bf16.describe()[0]
+    for later in ("", ", {at_step = 6, recipe = 'fp8_current'}"):
+        swap = ["--groups.default.swap", f"[{{at_step = 0.5, recipe = 'bf16'}}{later}]"]
+        changed = held(small(*long, "--recipe=fp8_current", *swap), 1)
+        assert changed.rows == bf16.rows
+        assert changed.describe()[0].endswith("with the recipes after step 4")
+
+
 def test_a_format_that_does_not_say_its_size_is_no_reason_not_to_plan(monkeypatch):
     config = small()
     monkeypatch.setattr("launch.estimate.memory.saved_by", lambda *given: 1 / 0)

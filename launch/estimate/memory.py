@@ -53,9 +53,11 @@ OF_STEP = ("gradients", "saved activations", "gathered", "at work")  # rows of m
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank: `rows[row][moment]`, with rows of `ROWS` and moments of `MOMENTS`."""
+    """Bytes of one rank: `rows[row][moment]`, with rows of `ROWS` and moments of `MOMENTS`. `after`: number of completed steps
+    after which the recipes change to those of this estimate; 0: the first recipes of the run."""
 
     rows: dict[str, dict[str, float]]
+    after: int = 0
 
     @property
     def peak(self) -> float:
@@ -72,6 +74,7 @@ class Memory:
         cells.append(("together", *(said_bytes(self.total(moment)) for moment in MOMENTS)))
         worst = max(MOMENTS, key=self.total)
         said = f"memory: each rank needs {said_bytes(self.peak)} of tensors at once, most at the moment {worst!r}"
+        said += f" with the recipes after step {self.after}" if self.after else ""
         return [said, "", *table(("what", *MOMENTS), cells)]
 
 

@@ -15,6 +15,7 @@ from dlp import Plan
 from dlp.comm.mesh import DP_REPLICATE, DP_SHARD, TP, ParallelDims
 from dlp.optim.encodings import ENCODINGS
 from dlp.parallel.traffic.predict import Unpredictable, Workload
+from dlp.quant.recipe import as_recipe
 from launch.common.devices import BOARDS, kind_of
 from launch.common.units import said_bytes
 from launch.config.rules import validate_world
@@ -22,8 +23,9 @@ from launch.config.run_config import Config, parallel_dims
 from launch.estimate.memory import Memory, memory
 from launch.settings.schema import ConfigError
 from launch.training import wire_bytes
-from launch.training.build import plan_for
+from launch.training.build import meta_model, plan_for
 from launch.training.gradient_accumulation import Accumulation, accumulation
+from launch.training.recipe_schedule import planned_swaps
 
 HELP_MOST = 3  # number of settings that the message names
 
@@ -36,7 +38,8 @@ class Planned:
     dims     sizes of the mesh axes
     load     sizes that determine the bytes of a step
     waits    decision about gradient accumulation
-    memory   memory of a rank, or the reason why it cannot be predicted
+    memory   memory of a rank with the recipes that need most, if recipes change during the run; or the reason why it cannot be
+             predicted
     """
 
     plan: Plan
@@ -58,10 +61,26 @@ def planned(config: Config, world: int, device: str, plan: Plan | None = None) -
     load = wire_bytes.workload(config, world, waits.reductions)
     held: Memory | Unpredictable
     try:
-        held = memory(config, plan, load, waits)
+        steps = [(0, plan), *_later_plans(config, plan)]
+        held = max(
+            (replace(memory(config, each, load, waits), after=step) for step, each in steps), key=lambda m: m.peak
+        )
     except Unpredictable as why:
         held = why
     return Planned(plan, dims, load, waits, held)
+
+
+def _later_plans(config: Config, plan: Plan) -> Iterator[tuple[int, Plan]]:
+    """Yield (number of completed steps, plan with the recipes of the following steps) for each scheduled recipe change."""
+    if not any(group.swap for group in config.groups):
+        return
+    for swap in planned_swaps(config.groups, config.train.steps, meta_model(config), plan):
+        rows = (
+            replace(row, recipe=as_recipe(swap.recipe).for_layer(row.name)) if row.name in swap.layers else row
+            for row in plan.layers
+        )
+        plan = replace(plan, layers=tuple(rows))
+        yield swap.at_step, plan
 
 
 def check_fits(config: Config, world: int, device: str, found: Planned) -> None:
