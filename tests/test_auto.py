@@ -102,9 +102,23 @@ def test_a_run_on_another_number_of_ranks_writes_the_rates_of_its_table() -> Non
 UNKNOWN = MEASURED.text([]).replace('"chunked:4"', '"fused"')  # a strategy that does not exist
 
 
+def changed(key: str, value: Any, row: bool = False) -> Any:
+    """Return the text of a table with another value of one entry of the file, of its link, or of its first row."""
+    table = json.loads(MEASURED.text([]))
+    entries = table["rows"][0] if row else table["link"] if key in table["link"] else table
+    entries[key] = value
+    return pytest.param(json.dumps(table), id=f"{key} = {value!r}")
+
+
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"rows": [{}]}', '{"rows": [], "link": 3}', pytest.param(UNKNOWN, id="unknown strategy")]
-)
+    "text",
+    [
+        "", "[]", "{}", '{"rows": [{}]}', '{"rows": [], "link": 3}', pytest.param(UNKNOWN, id="unknown strategy"),
+        changed("bytes_per_second", 0), changed("bytes_per_second", "fast"), changed("meeting_us", float("nan")),
+        changed("ranks", "2"), changed("processors", None), changed("dtype", "bfloat17"),
+        changed("sizes", [0, 1, 1], row=True), changed("noise_us", {}, row=True),
+    ],
+)  # fmt: skip
 def test_a_file_that_is_no_table(text: str, tmp_path: Path) -> None:
     file = tmp_path / "overlap.json"
     file.write_text(text)

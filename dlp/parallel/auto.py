@@ -267,7 +267,11 @@ def _row(
     passes, noise = ({gemm: _seconds(of) for gemm, of in us[by].items()} for by in ("pass_us", "noise_us"))
     for name in {name for of in passes.values() for name in of}:
         overlaps.load(name)  # ValueError for an unknown strategy
+    if any(by.keys() != noise.get(gemm, {}).keys() for gemm, by in passes.items()):
+        raise ValueError("pass_us and noise_us have different strategies")
     m, n, k = sizes
+    if min(m, n, k) < 1:
+        raise ValueError(f"expected sizes >= 1, got {sizes}")
     return Row(
         (style, tokens, in_features, tuple(out_features), recipe), (m, n, k), passes, noise, _seconds(us["gemm_us"])
     )
@@ -285,6 +289,13 @@ def read(text: str, name: str) -> Times:
         found.pop("choices", None)
         kind, device, ranks, transport, processors = head
         speed, meeting = link["bytes_per_second"], link["meeting_us"] * 1e-6
+        if not (speed > 0 and meeting >= 0 and ranks >= 1 and processors >= 0):
+            raise ValueError(
+                f"expected bytes_per_second > 0, meeting_us >= 0, ranks >= 1 and processors >= 0, got {speed}, "
+                f"{link['meeting_us']}, {ranks} and {processors}"
+            )
+        if not isinstance(getattr(torch, found.get("dtype", "bfloat16"), None), torch.dtype):
+            raise ValueError(f"expected a dtype of torch, got {found['dtype']!r}")
         return Times(kind, device, ranks, transport, processors, speed, meeting, rows, found)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
