@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dlp import LayerGroup, Plan
+from dlp.optim.muon import MUON, is_matrix_of_block
 from dlp.pretrained import allocate, load_pretrained, meta_model
 from dlp.tp_plan import named_blocks, tp_plan
 from launch.models.architecture import Architecture, block_of
@@ -132,6 +133,11 @@ class Pretrained(Architecture):
         yield (
             not isinstance(longest, int) or length <= longest,
             f"[train] sequence: expected at most max_position_embeddings = {longest} of --model {self.folder}, got {length}",
+        )
+        yield (
+            config.train.optimizer != MUON or any(is_matrix_of_block(block, (1, 1)) for block in self.blocks),
+            f"[train] optimizer: Muon updates matrices of modules named 'layers', and the blocks of --model {self.folder} are "
+            f'{self.blocks[0]!r} and so on, got {MUON}: set optimizer = "adamw"',
         )
 
     def flops_per_token(self, sequence: int) -> float:

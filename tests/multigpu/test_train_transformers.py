@@ -426,3 +426,16 @@ def test_what_does_not_fit_a_folder_is_refused_by_name(tmp_path: Path, monkeypat
     assert "needs transformers and safetensors, not installed: pip install 'dlp[hf]' transformers" in asked_for(
         tmp_path, *given
     )
+
+
+@pytest.mark.parametrize(("architecture", "refused"), [("GPT2LMHeadModel", True), ("LlamaForCausalLM", False)])
+def test_muon_is_refused_for_a_model_without_matrices_for_muon(architecture, refused, tmp_path):
+    """The blocks of GPT-2 are "transformer.h.0" and so on. AdamW would update all their parameters."""
+    hf_models.make(architecture).save_pretrained(tmp_path)
+    settings = ["--model", str(tmp_path), "--train.sequence=16", "--train.optimizer=muon"]
+    if refused:
+        assert "Muon updates matrices of modules named 'layers'" in must_raise(
+            ConfigError, load, "transformers", settings
+        )
+    else:
+        assert load("transformers", settings).train.optimizer == "muon"
