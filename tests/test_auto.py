@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -126,6 +127,20 @@ def test_a_file_that_is_no_table(text: str, tmp_path: Path) -> None:
         auto.load(file)
     with pytest.raises(ValueError, match=rf"^{file}.gone: cannot be read \(.*; create a table with "):
         auto.load(f"{file}.gone")
+
+
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        (changed("ranks", 0), "expected bytes_per_second > 0, meeting_us >= 0, ranks >= 1"),
+        (changed("dtype", "bfloat17"), "expected a dtype of torch, got 'bfloat17'"),
+        (changed("sizes", [0, 1, 1], row=True), "expected sizes >= 1, got"),
+        (changed("noise_us", {}, row=True), "pass_us, noise_us: expected equal strategies"),
+    ],
+)
+def test_a_table_with_a_number_that_cannot_be_used(case: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        auto.read(case.values[0], "overlap.json")
 
 
 def test_measured_layers_have_what_was_fastest_and_by_a_margin() -> None:

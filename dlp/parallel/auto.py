@@ -268,7 +268,7 @@ def _row(
     for name in {name for of in passes.values() for name in of}:
         overlaps.load(name)  # ValueError for an unknown strategy
     if any(by.keys() != noise.get(gemm, {}).keys() for gemm, by in passes.items()):
-        raise ValueError("pass_us and noise_us have different strategies")
+        raise ValueError("pass_us, noise_us: expected equal strategies")
     m, n, k = sizes
     if min(m, n, k) < 1:
         raise ValueError(f"expected sizes >= 1, got {sizes}")
