@@ -39,7 +39,7 @@ class SimulatedGraph:
 def graphed(step: Callable[..., Any]) -> GraphedStep[Any]:
     """A graphed step on the CPU with a simulated graph."""
     made = GraphedStep.__new__(GraphedStep)
-    made._step, made._like, made._replays, made._rates = step, (torch.zeros(2),), Replays([], None), []
+    made._step, made._like, made._replays, made._settings = step, (torch.zeros(2),), Replays([], None), []
     made._replays.capture = SimulatedGraph
     return made
 
@@ -95,10 +95,25 @@ def test_a_rate_that_is_a_number_and_changes_is_refused(mesh: DeviceMesh) -> Non
     for _ in range(WARM_UP + 2):
         run(torch.ones(4, 16))
     optimizer.param_groups[0]["lr"] = 2e-3
-    with pytest.raises(ValueError, match=r"^dlp.graphed_step: the graph holds the learning rates \[0.001\], and the"):
+    with pytest.raises(
+        ValueError, match=r"^dlp.graphed_step: the graph holds lr = 0.001, and the optimizer now has 0.002: "
+    ):
         run(torch.ones(4, 16))
     run.reset()
     run(torch.ones(4, 16))
+
+
+def test_momentum_that_a_schedule_changes_is_refused(mesh: DeviceMesh) -> None:
+    run, optimizer, _ = training(torch.tensor(1e-3), mesh)
+    for _ in range(WARM_UP + 2):
+        run(torch.ones(4, 16))
+    optimizer.param_groups[0]["initial_lr"] = 1e-3  # an entry of a scheduler, which the optimizer does not read
+    run(torch.ones(4, 16))
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(
+        ValueError, match=r"^dlp.graphed_step: the graph holds momentum = 0, and the optimizer now has 0.5"
+    ):
+        run(torch.ones(4, 16))
 
 
 def test_a_batch_of_another_shape_is_refused() -> None:

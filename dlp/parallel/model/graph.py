@@ -19,12 +19,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dlp.parallel.model.session import Session, stepping
 
 # Eager steps before a capture: they create plans, buffers, communicators, optimizer state and captured passes.
 WARM_UP = 3
+Setting = tuple[str, Any]  # name and value of a setting of an optimizer
 Result = TypeVar("Result")
 
 
@@ -158,7 +159,7 @@ class GraphedStep(Generic[Result]):
             )
         self._step, self._like = step, tuple(example_batch)
         self._replays = Replays([], torch.cuda.Stream(device))
-        self._rates: list[Any] = []
+        self._settings: list[Setting] = []
 
     def __call__(self, *batch: Any) -> Result:
         """Run one step on `batch`. Tensors of a replay's result are overwritten by the next call."""
@@ -169,12 +170,13 @@ class GraphedStep(Generic[Result]):
                     return self._step(*batch)
             if not replays.captured:
                 replays.make(lambda given: self._step(*given), self._like)
-                self._rates = self._constant_rates()
-            elif self._rates != self._constant_rates():
+                self._settings = self._constant_settings()
+            elif (now := self._constant_settings()) != self._settings:
+                old, new = next((old, new) for old, new in zip(self._settings, now, strict=True) if old != new)
                 raise ValueError(
-                    f"dlp.graphed_step: the graph holds the learning rates {self._rates}, and the optimizer now has "
-                    f"{self._constant_rates()}: give the optimizer a CUDA tensor as lr and change that tensor "
-                    f"in place, or call reset() after a change"
+                    f"dlp.graphed_step: the graph holds {old[0]} = {old[1]}, and the optimizer now has {new[1]}: call reset() "
+                    f"after a change; a rate that changes in each step is a CUDA tensor, given as lr and changed in place, and "
+                    f"OneCycleLR needs cycle_momentum=False"
                 )
             result: Result = replays(batch)
             return result
@@ -189,10 +191,13 @@ class GraphedStep(Generic[Result]):
         checkpoint into other tensors, and before the process group is destroyed."""
         self._replays.drop()
 
-    def _constant_rates(self) -> list[float]:
+    def _constant_settings(self) -> list[Setting]:
+        """Return the settings of the optimizers' groups that are not tensors, which a graph contains as constants."""
         optimizers = [each for session in self._replays.sessions for each in list(session.optimizers)]
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        return [group["lr"] for group in groups if not isinstance(group["lr"], Tensor)]
+        found = [
+            (name, group.get(name)) for each in optimizers for group in each.param_groups for name in each.defaults
+        ]
+        return [(name, value) for name, value in found if not any(isinstance(x, Tensor) for x in tree_leaves(value))]
 
 
 def graphed_step(step: Callable[..., Result], example_batch: Sequence[Any]) -> GraphedStep[Result]:
@@ -216,7 +221,7 @@ def graphed_step(step: Callable[..., Result], example_batch: Sequence[Any]) -> G
 
     Raises:
         ValueError: if `example_batch` is not on a GPU; in a replay, for a batch of other shapes, dtypes or nesting, and if a
-            learning rate that is a Python number has changed since the capture.
+            setting of the optimizer that is not a tensor (a learning rate, betas, weight decay) has changed since the capture.
 
     Examples:
         On a GPU:
