@@ -350,6 +350,26 @@ def test_programs_of_the_old_scales_go_with_them(cache: str):
     check_used(pair.model, *PASSES)
 
 
+def test_a_backward_after_a_recipe_change_does_not_replay_launches_with_the_old_scales():
+    """A backward that waited during the recipe change of another layer keeps its record of captured launches. The amax of
+    dy belongs into the new table."""
+    pair = PairedModels(lambda: nn.Sequential(*[dlp.Linear(K, K, recipe="fp8_delayed") for _ in range(2)]))
+
+    def changed_between(model: nn.Module, seed: int) -> Results:
+        x = values(seed, M, K).requires_grad_()
+        y = model(x)
+        dlp.set_recipe(model, "0.0", "fp8_current")
+        (1e3 * y.float().square().mean()).backward()
+        staged = model[0][1].core.session.scaling.slot("0.1.dy", True).staging
+        return {"dx": x.grad, "amax of dy": staged.clone()}
+
+    for seed in range(4):
+        pair.step(forward_backward, seed)
+    check_used(pair.model, *PASSES)
+    for seed, run in enumerate((changed_between, forward_backward, forward_backward), 4):
+        pair.step(run, seed)
+
+
 def test_shapes_without_end_make_no_programs_without_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(autograd, "LIMIT", 2)
     pair = PairedModels(lambda: dlp.Linear(K, N, recipe="fp8_current"))

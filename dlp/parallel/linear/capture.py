@@ -45,7 +45,10 @@ def captured_passes(name: str, bounds: Sequence[BoundSpec], why: Mapping[str, st
         kept = [memory for bound in bounds for memory in bound.kept_memory()]
         return list({memory.data_ptr(): memory for memory in kept}.values())
 
-    return CapturedPasses(name, why, x, obstacle, memory)
+    passes = CapturedPasses(name, why, x, obstacle, memory)
+    for session in sessions:
+        session.passes.add(passes)
+    return passes
 
 
 def of_layer(bound: BoundSpec, x: Tensor) -> CapturedPasses:

@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ from dlp.quant.quantizer import Wanted
 from dlp.quant.recipe import Recipe
 from dlp.quant.stats import StatsTable, measured, plain
 from dlp.quant.tensor import QuantizedTensor
+from dlp.runtime.capture import CapturedPasses
 
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
@@ -108,6 +109,7 @@ class StepState(PassState):
 
     cores   the layers
     bounds  all bound specs that layers run or ran under, since a backward may still need an earlier spec
+    passes  the `CapturedPasses` of the layers, also those that only a pending backward refers to
 
     An explicitly constructed layer has a separate StepState, until `convert` or `attach` moves the layer to the state of its
     model, which is a `Session` (`dlp.parallel.model.session`).
@@ -120,6 +122,7 @@ class StepState(PassState):
         super().__init__(seed=seed, dp=dp, amax_group=amax_group, lone=lone, groups=groups)
         self.cores: list[LayerState] = []
         self.bounds: list[BoundSpec] = []
+        self.passes: WeakSet[CapturedPasses] = WeakSet()
         self.weight_batch = WeightBatch()
         self.waiting: deque[DelayedWgrad] = deque()  # delayed wgrads of completed backwards, see `backward_dw`
         # delayed wgrads of the running backwards, by the id of the backward
@@ -183,6 +186,8 @@ class StepState(PassState):
         return [weight for core in self.cores for weight in core.weights]
 
     def forget_captures(self) -> None:
+        for passes in self.passes:
+            passes.found.clear()
         for bound in self.bounds:
             bound.calls.clear()
         for core in self.cores:
