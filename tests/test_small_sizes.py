@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dlp
+from dlp.parallel.linear.state import KEPT
 from dlp.quant import recipe as recipes
 from dlp.quant.gemm import Gemm
 from dlp.quant.quantizer import Quantizer
@@ -108,3 +109,14 @@ def test_a_quantized_model_of_any_sizes_has_the_results_of_plain_torch(name: str
         expected = model(x)
         dlp.quantize_(model, name, mode=mode)
         assert relative_error(model(x), expected) < WORST, (tokens, out_features, in_features)
+
+
+def test_the_host_memory_of_a_layer_is_bounded_when_the_number_of_tokens_changes_in_each_step() -> None:
+    """A layer plans a pass for each number of tokens; an expert, for example, gets another number in each step."""
+    layer = dlp.Linear(16, 16, recipe="fp8_current")
+    for tokens in range(1, 3 * KEPT):
+        layer(torch.ones(tokens, 16)).sum().backward()
+    bound = layer.core.bound
+    assert max(map(len, (bound.cache, bound.plans, bound.plans_back))) <= KEPT
+    layer.core.set_spec(layer.core.with_recipe(recipes.load("bf16")))
+    assert not (bound.cache or bound.plans or bound.plans_back or bound.calls)

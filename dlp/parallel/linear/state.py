@@ -59,13 +59,15 @@ _ENGINE: Any = torch.autograd.Variable._execution_engine
 # forward, even if the layer has another spec by then.
 _BOUND: WeakValueDictionary[int, BoundSpec] = WeakValueDictionary()
 _NUMBERS = itertools.count()
+KEPT = 256  # maximum number of entries in `BoundSpec.cache`: each new number of tokens adds entries of about 12 kB
 
 
 def remembered(
     compute: Callable[Concatenate[BoundSpec, Params], Result],
 ) -> Callable[Concatenate[BoundSpec, Params], Result]:
     """Decorator for a function or method whose first argument is a `BoundSpec`: store results in `BoundSpec.cache`, by function
-    and further positional arguments. The results stay valid, since a spec never changes."""
+    and further positional arguments. The results stay valid, since a spec never changes. All results are dropped when there
+    are KEPT results, because the number of tokens may be another one in each step."""
 
     @wraps(compute)
     def cached(bound: BoundSpec, *args: Params.args, **none: Params.kwargs) -> Result:
@@ -73,6 +75,8 @@ def remembered(
         try:
             result: Result = bound.cache[key]
         except KeyError:
+            if len(bound.cache) >= KEPT:
+                bound.forget_plans()
             result = bound.cache[key] = compute(bound, *args, **none)
         except TypeError:  # while torch traces, an argument may be a symbolic size, which has no hash
             result = compute(bound, *args, **none)
@@ -279,6 +283,12 @@ class BoundSpec:
         vars(self).update(state)
         self._register()
 
+    def forget_plans(self) -> None:
+        """Drop all plans and other results of `remembered`, which are computed again when they are needed."""
+        self.cache.clear()
+        self.plans.clear()
+        self.plans_back.clear()
+
     @remembered
     def plan(self, tokens: int) -> LinearPlan:
         """Return the plan for this number of rows of x on this rank."""
@@ -370,7 +380,10 @@ class LayerState:
 
     def set_spec(self, spec: LinearSpec, session: StepState | None = None) -> None:
         """Replace the spec of the layer, between two steps. `session`: the session to which the layer moves; None: the session
-        stays the same."""
+        stays the same. The old bound specs stay alive for pending backwards, without their caches."""
+        for bound in self.bounds():
+            bound.forget_plans()
+            bound.calls.clear()
         self.bound = BoundSpec(spec, session or self.session, self.weights)
         self.variants.clear()
         self.weights.drop()
