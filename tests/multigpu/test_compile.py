@@ -238,6 +238,55 @@ def test_a_whole_model_is_one_graph(ranks, recipe, borders):
         assert max(map(max, steps)) == 0, steps
 
 
+def changed_weights() -> list[str]:
+    """Return the results of forwards of a compiled model after changes of weights: "" or the message of the error."""
+    torch.manual_seed(0)
+    model = Net().to(worker.device())
+    dlp.convert(model, [{"name": "fp8", "match": ["**"], "recipe": "fp8_current"}], worker.mesh(tp=1))
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    dlp.attach(model, optimizer)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x, found = torch.randn(16, HIDDEN, device=worker.device()), list[str]()
+
+    def forward() -> Tensor:
+        try:
+            y: Tensor = compiled(x)
+        except RuntimeError as error:
+            found.append(str(error))
+            dlp.end_step(model)
+            y = compiled(x)
+        else:
+            found.append("")
+        assert torch.equal(y, model(x))
+        return y
+
+    for _ in range(2):
+        forward().square().sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        model.up.weight.mul_(2)
+    forward()
+    other.step()
+    with torch.no_grad():
+        forward()
+        model.up.weight.data.mul_(2)
+        forward()
+    torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.ranks(1)
+def test_a_whole_compiled_model_refuses_casts_of_old_weights(ranks):
+    (found,) = ranks(1).run(changed_weights)
+    assert found[:2] == ["", ""]
+    for message in found[2:4]:
+        assert (
+            "was changed outside of the step of an attached optimizer, and a model that is compiled as a whole"
+            in message
+        )
+    assert "was changed without torch's version counter" in found[4]
+
+
 def out_of_range() -> bool:
     compiled = torch.compile(dlp.cross_entropy, fullgraph=True, backend="aot_eager")
     loss = compiled(torch.zeros(4, 8, device=worker.device()), torch.tensor([1, 2, 16, 3], device=worker.device()),

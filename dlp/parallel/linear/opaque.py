@@ -193,11 +193,21 @@ def count_microbatch(spec_id: Tensor) -> None:
     bound_of(spec_id).session.advance()
 
 
-_LIBRARY.define("count_microbatch(Tensor spec_id) -> ()")
-_LIBRARY.impl("count_microbatch", count_microbatch, "CompositeExplicitAutograd")
-torch.library.register_fake("dlp::count_microbatch", lambda spec_id: None, lib=_LIBRARY)
-# Registered as an op with effects, since graph passes would remove an op without results
-torch.library._register_effectful_op("dlp::count_microbatch", EffectType.ORDERED, lib=_LIBRARY)
+def check_weights(spec_id: Tensor, values: bool) -> None:
+    """Check that the casts that the layers of the model read are casts of the current weights. Compiled code runs this op
+    before the layers. values: also compare samples of the values."""
+    bound_of(spec_id).session.check_compiled_weights(values)
+
+
+for _name, _schema, _op in (
+    ("count_microbatch", "(Tensor spec_id) -> ()", count_microbatch),
+    ("check_weights", "(Tensor spec_id, bool values) -> ()", check_weights),
+):
+    _LIBRARY.define(f"{_name}{_schema}")
+    _LIBRARY.impl(_name, _op, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dlp::{_name}", lambda *given: None, lib=_LIBRARY)
+    # Registered as ops with effects, since graph passes would remove an op without results
+    torch.library._register_effectful_op(f"dlp::{_name}", EffectType.ORDERED, lib=_LIBRARY)
 
 
 class OpaqueLinearFn(torch.autograd.Function):

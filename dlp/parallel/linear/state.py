@@ -156,6 +156,10 @@ class StepState(PassState):
         """Whether weights of a layer were changed since the last cast, other than by an attached optimizer."""
         return False
 
+    def check_compiled_weights(self, values: bool) -> None:
+        """Raise RuntimeError if weights were changed since the last cast, other than by an attached optimizer. `values`: also
+        compare samples of the values. Compiled code calls this method before the layers of the model."""
+
     def weights_cast(self, weights: Sequence[LayerWeights]) -> None:
         """Called after the weights of these layers have been cast."""
 

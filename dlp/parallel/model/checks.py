@@ -13,7 +13,7 @@ device run in the first ten steps, and then in every hundredth step (`looks`).
 
     marks     find in-place operations (by torch's version counters), steps of unattached optimizers, and replaced parameters
               or memory. Marks are compared before each forward of the model. The casts of a changed weight are dropped; until
-              the next boundary each forward and backward casts the weight
+              the next boundary each forward and backward casts the weight. A model that is compiled as a whole raises
     samples   find writes that no version counter counts, for example into `.data` or into the local tensor of a detached
               DTensor. Some values of each weight are compared before each forward without gradients, and before the
               optimizer steps that `looks` selects. A difference raises RuntimeError
@@ -148,8 +148,21 @@ class StaleWeights:
 
     def drop_moved(self) -> None:
         """Drop the casts of weights whose marks have changed."""
-        for weights in [each for each in self._marks if each.parts is not None and self.moved(each)]:
+        for weights in self._moved():
             weights.drop()
+
+    def refuse_moved(self) -> None:
+        """Raise RuntimeError if the marks of a weight have changed since its cast. Called by compiled code, in which the layers
+        read the casts that existed when the code was entered."""
+        for weights in self._moved() if self.may_have_moved() else ():
+            raise RuntimeError(
+                f"{weights.members[0].name}: the weight was changed outside of the step of an attached optimizer, and a model "
+                f"that is compiled as a whole reads casts of the old weight: call dlp.end_step(model) after such a change, "
+                f"attach the optimizer that made it (dlp.attach), or compile block by block"
+            )
+
+    def _moved(self) -> list[LayerWeights]:
+        return [each for each in self._marks if each.parts is not None and self.moved(each)]
 
     @torch.no_grad()
     def check_values(self) -> None:

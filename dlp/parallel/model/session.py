@@ -72,6 +72,12 @@ class Session(StepState):
     def is_moved(self, weights: Any) -> bool:
         return self.stale.moved(weights)
 
+    def check_compiled_weights(self, values: bool) -> None:
+        if not in_backward():
+            self.stale.refuse_moved()
+            if values:
+                self.stale.check_values()
+
     def weights_cast(self, weights: Sequence[Any]) -> None:
         self.stale.cast(weights)
 
@@ -100,11 +106,14 @@ class Session(StepState):
     def before_forward(self, model: nn.Module, args: Any) -> None:
         """Forward pre-hook of the session's model: call `at_first_forward`, count the microbatch for stochastic rounding, and
         decide whether statistics count this forward. If an optimizer is attached, also drop casts of changed weights, and check
-        samples of the weights if gradients are disabled."""
+        samples of the weights if gradients are disabled. Compiled code, which cannot drop casts, refuses changed weights."""
         if self.at_first_forward is not None and not torch.compiler.is_dynamo_compiling():
             look, self.at_first_forward = self.at_first_forward, None
             look(model)
-        if self.attached and not torch.compiler.is_dynamo_compiling():
+        if self.attached and torch.compiler.is_dynamo_compiling():
+            if self.cores:
+                torch.ops.dlp.check_weights(self.cores[0].bound.spec_id, not torch.is_grad_enabled())
+        elif self.attached:
             if self.stale.may_have_moved() and not in_backward():
                 self.stale.drop_moved()
             if not torch.is_grad_enabled() and not in_backward():
