@@ -10,6 +10,7 @@ of equal blocks.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -172,7 +173,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     header = ("tokens/s", "per GPU", "memory", "largest costs", "settings")
     print("\n".join(table(header, [each.cells(options.world) for each in fit[: options.show]])))
-    best = " ".join([options.config, *own, *fit[0].settings])
+    best = shlex.join([options.config, *own, *fit[0].settings])
     print(f"\npython -m launch.train {best} --plan --world {options.world} --device {options.board}")
 
 

@@ -175,9 +175,9 @@ def test_advice_is_ranked_and_names_what_does_not_fit(capsys):
     assert [each.seconds for each in fit] == sorted(each.seconds for each in fit)
     assert {part for each in fit for part in each.settings} >= {"fp8_current", "bf16"}
     assert all("needs" in each or "expected" in each for each in refused)
-    advise.main(["llama3_1b", "--world", "2", "--board", "h200", "--show", "1", *arguments])
+    advise.main(["llama3_1b", "--world", "2", "--board", "h200", "--show", "1", *arguments, "--run.dir", "my runs"])
     said = capsys.readouterr().out
-    assert "settings fit" in said and "--plan --world 2 --device h200" in said
+    assert "settings fit" in said and "--run.dir 'my runs'" in said and "--plan --world 2 --device h200" in said
     with pytest.raises(ValueError, match="does not fit on 1 x h200 in any of .*: take more GPUs"):
         advise.main(
             ["llama3_70b", "--world", "1", "--board", "h200", "--train.global_batch", "1", "--train.micro_batch", "1"]

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 import traceback
@@ -155,7 +156,7 @@ def move_aside(path: Path) -> Path:
 
 def environment() -> str:
     """Return the content of env.txt: command, versions, devices and environment variables of libraries, one per line."""
-    lines = [f"command {' '.join(sys.argv)}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
+    lines = [f"command {shlex.join(sys.argv)}", f"python {platform.python_version()}", f"torch {torch.__version__}"]
     lines += [f"host {platform.platform()}, {os.cpu_count()} cores"]
     if torch.cuda.is_available():
         lines += [f"cuda {torch.version.cuda}"]
