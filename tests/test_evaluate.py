@@ -92,6 +92,24 @@ def test_it_finds_the_loss_that_the_run_found(ranks, checkpoint):
     assert "perplexity" in str(found[0])
 
 
+def on_one_rank(path: str, *settings: tuple[str, str]) -> float:
+    """Evaluate a checkpoint on one rank, as the program does. Runs in a worker."""
+    found = trained_model.open_trained(Path(path), settings)
+    return evaluate.perplexity(found, evaluate.read_data(found, Path(path)), "validation", 1).loss
+
+
+@pytest.mark.ranks(2)
+def test_a_recipe_that_is_asked_for_replaces_that_of_a_recipe_change(ranks, tmp_path):
+    swap = '--groups.default.swap=[{at_step = 2, recipe = "bf16"}]'
+    settings = "--train.steps=4", "--train.eval_every=4", "--train.dtype=fp32", "--recipe=nvfp4", swap
+    config = training.config(tmp_path, training.shards(tmp_path), *settings)
+    ranks(2).run(train, config)
+    path, loss = str(tmp_path / "run" / "checkpoints" / "step-4"), training.metrics(config, "validation_loss")[4]
+    assert ranks(1).run(on_one_rank, path)[0] == pytest.approx(loss, abs=1e-5)
+    coarse = ranks(1).run(on_one_rank, path, ("groups.default.recipe", "nvfp4"))[0]
+    assert abs(coarse - loss) > 1e-4
+
+
 def by_main(name: str, *arguments: str) -> str:
     """Run a program in a worker of one rank, without destroying its process group; return the output."""
     out, program = io.StringIO(), {"evaluate": evaluate, "generate": generate}[name]

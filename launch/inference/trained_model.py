@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from launch.settings import overrides
 from launch.settings.schema import ConfigError
 from launch.training.build import parallel_model
 from launch.training.initial_scales import without_amax
+from launch.training.recipe_schedule import deciding_groups
 from launch.weights import weights_only as weights
 
 MODES = ("weight_only", "dynamic", "static")  # modes of `dlp.freeze`
@@ -86,18 +87,23 @@ def open_trained(path: Path, changes: Changes) -> Trained:
     config = from_text(found["config"], f"{path}'s config", [*settled, *alone, *changes])
     sizes = config.mesh
     mesh = dlp.build_mesh(dp_replicate=sizes.dp_replicate, dp_shard=sizes.dp_shard, cp=sizes.cp, tp=sizes.tp)
-    return fill(path, config, mesh)
+    chosen = [name.removeprefix("groups.").removesuffix(".recipe") for name, _ in changes if name.endswith(".recipe")]
+    return fill(path, config, mesh, chosen)
 
 
-def fill(path: Path, config: Config, mesh: DeviceMesh) -> Trained:
+def fill(path: Path, config: Config, mesh: DeviceMesh, chosen: Collection[str] = ()) -> Trained:
     """Build the model of `config` on a mesh, and load weights and recipe state from the checkpoint `path`.
 
+    chosen: layer groups whose recipes differ from the training on request; recipe changes of their layers during the training
+    are not repeated.
     Raises CheckpointError if a recipe uses delayed scales that the checkpoint lacks."""
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    model, _, batch = parallel_model(config, mesh)
+    model, plan, batch = parallel_model(config, mesh)
     config.architecture.allocate(model, device)
     opened, remarks = weights.load(path, model, config.architecture.settings)
-    remarks += weights.load_recipes(path, model, opened, recipe_files(config))
+    deciding = deciding_groups([group for group in config.groups if group.recipe is not None], model, plan)
+    unchanged = [layer for layer, group in deciding.items() if group.name in chosen]
+    remarks += weights.load_recipes(path, model, opened, recipe_files(config), unchanged)
     if new := sorted(without_amax(model)):
         raise CheckpointError(
             f"{path} has none of {len(new)} delayed scales ({new[0]}, ...), and scales of 1 would change the model; "

@@ -50,12 +50,14 @@ def matching(group: Group, model: nn.Module, plan: Plan) -> list[str]:
     return [name for name in names if name in found]
 
 
+def deciding_groups(groups: Sequence[Group], model: nn.Module, plan: Plan) -> dict[str, Group]:
+    """Return the last group that matches each linear, by name of the linear, for linears that a group matches."""
+    return {name: group for group in groups for name in matching(group, model, plan)}
+
+
 def planned_swaps(groups: Sequence[Group], steps: int, model: nn.Module, plan: Plan) -> list[PlannedSwap]:
     """Return all recipe changes of a run of `steps` steps, sorted by step, then in the order of groups."""
-    asked: dict[str, Group] = {}
-    for group in groups:
-        if group.recipe is not None or group.swap:
-            asked |= dict.fromkeys(matching(group, model, plan), group)
+    asked = deciding_groups([group for group in groups if group.recipe is not None or group.swap], model, plan)
     swaps = []
     for group in groups:
         layers = tuple(name for name, decides in asked.items() if decides is group)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import dlp
+from dlp.parallel.model.state import without_changes
 from launch.checkpoint import dcp_files, save_load
 from launch.checkpoint.manifest import CheckpointError, hashed, other_weights, write_manifest
 from launch.common.atomic_io import new_folder, rewrite
@@ -157,9 +158,12 @@ def load(path: Path, model: nn.Module, settings: Mapping[str, Any]) -> tuple[sav
     return opened, [opened.remark]
 
 
-def load_recipes(path: Path, model: nn.Module, opened: save_load.Opened, recipe_files: Collection[Path]) -> list[str]:
+def load_recipes(
+    path: Path, model: nn.Module, opened: save_load.Opened, recipe_files: Collection[Path], unchanged: Collection[str] = ()
+) -> list[str]:  # fmt: skip
     """Restore the recipe state of a checkpoint, such as delayed scales. Collective.
 
+    unchanged: layers that keep the recipes of `model`; recipe changes of these layers during the training are not repeated.
     Returns log lines about differences; an empty list if the checkpoint has no recipe state. Raises CheckpointError if the
     state cannot be read or does not fit the recipes.
     """
@@ -169,6 +173,7 @@ def load_recipes(path: Path, model: nn.Module, opened: save_load.Opened, recipe_
     with _cause():
         dcp.load({"recipes": state}, storage_reader=dcp_files.Reader(path, opened.index))
     try:
+        state = without_changes(state, unchanged) if unchanged else state
         return list(dlp.load_state_dict(model, state, recipe_files=recipe_files))
     except ValueError as error:
         raise CheckpointError(f"{path} does not fit these recipes: {error}; set the recipes of the training") from error

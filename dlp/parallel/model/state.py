@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -184,15 +184,21 @@ def _is_valid(values: Tensor, kind: str) -> bool:
     return bool(values.isfinite().all()) and (kind == "master" or bool((values > 0).all()))
 
 
+def without_changes(state: Mapping[str, Tensor], layers: Collection[str]) -> dict[str, Tensor]:
+    """Return the result of `dlp.state_dict` without the recipe changes of `layers`, which keep the recipes of the model that
+    loads it. Raises ValueError for recipe changes that are not JSON."""
+    swaps = [
+        replace(swap, layers=tuple(layer for layer in swap.layers if layer not in layers))
+        for swap in _parsed(state["swaps"])
+    ]
+    kept = json.dumps([asdict(swap) for swap in swaps if swap.layers]).encode()
+    return {**state, "swaps": torch.tensor(list(kept), dtype=torch.uint8)}
+
+
 def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
     """Parse the saved recipe changes. Raises ValueError for bytes that are not JSON of recipe changes, and for a change to a
     recipe from a Python file that `recipe_files` does not list."""
-    try:
-        swaps = [Swap(**{**each, "layers": tuple(each["layers"])}) for each in json.loads(bytes(saved.tolist()))]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"the saved recipe changes cannot be read ({type(error).__name__}: {error}); load another checkpoint"
-        ) from None
+    swaps = _parsed(saved)
     for swap in swaps:
         file = source(swap.asked)
         if file is not None and file not in recipe_files:
@@ -201,6 +207,15 @@ def _saved_swaps(saved: Tensor, recipe_files: Collection[Path]) -> list[Swap]:
                 f"a checkpoint names are not run; name this recipe in the config too, with recipes_path"
             )
     return swaps
+
+
+def _parsed(saved: Tensor) -> list[Swap]:
+    try:
+        return [Swap(**{**each, "layers": tuple(each["layers"])}) for each in json.loads(bytes(saved.tolist()))]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"the saved recipe changes cannot be read ({type(error).__name__}: {error}); load another checkpoint"
+        ) from None
 
 
 class NamedSession(NamedTuple):
