@@ -68,6 +68,15 @@ def saved(folder: Path) -> Path:
     return folder
 
 
+def arrow_file(path: Path) -> Path:
+    """Write the file format of Arrow, as pyarrow and polars do; `datasets` writes streams."""
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"id": list(range(len(ROWS))), "text": ROWS})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as written:
+        written.write_table(table, max_chunksize=64)
+    return path
+
+
 def json_array(path: Path) -> Path:
     """Write an array of objects and strings that begins with a byte order mark and spans several chunks; compress the file
     if its name ends in .gz; return the path."""
@@ -85,6 +94,7 @@ SOURCES = {
     "a.JSONL": json_lines,
     "a.jsonl.gz": json_lines,
     "a.parquet": parquet,
+    "a.arrow": arrow_file,
     "set": saved,
 }
 

@@ -26,6 +26,7 @@ MOST_LINE = 1 << 26  # maximum bytes of the first line of a .json file that are 
 CHUNK = 1 << 20  # characters that are read at once from a JSON array; more within a long element
 MOST_ELEMENT = 1 << 28  # maximum characters of one element of a JSON array
 BLANK = re.compile(r"\s*")
+ARROW_FILE = b"ARROW1"
 SAVED, SPLITS = "state.json", "dataset_dict.json"  # files that mark a saved Hugging Face Dataset, and a DatasetDict
 
 
@@ -253,10 +254,14 @@ def parquet(path: Path, column: str) -> Iterator[Row]:
 
 def arrow(path: Path, column: str) -> Iterator[Row]:
     package = need("pyarrow", "pyarrow", f"{path}: Arrow")
-    with package.memory_map(str(path)) as source, package.ipc.open_stream(source) as stream:
-        if column not in stream.schema.names:
-            _no_column(str(path), column, stream.schema.names)
-        for batch in stream:
+    with package.memory_map(str(path)) as source:
+        # datasets writes streams; pyarrow and polars also write the file format, which begins with a magic number
+        in_file = source.read(len(ARROW_FILE)) == ARROW_FILE
+        source.seek(0)
+        opened = package.ipc.open_file(source) if in_file else package.ipc.open_stream(source)
+        if column not in opened.schema.names:
+            _no_column(str(path), column, opened.schema.names)
+        for batch in map(opened.get_batch, range(opened.num_record_batches)) if in_file else opened:
             share = batch.nbytes // max(1, batch.num_rows)
             yield from ((value, share) for value in batch.column(column).to_pylist())
 
