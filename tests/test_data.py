@@ -315,6 +315,9 @@ def test_program(corpus: dict[str, Path], tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(ValueError, match="a validation share of 5.0 is not between 0 and 1: give 0.05 for 5 %"):
         main([*arguments[:-1], "5"])
     assert "prepare" not in capsys.readouterr().err  # the refusal comes before any file is read
+    with pytest.raises(ValueError, match="0 files with 0 bytes of text is nothing to validate on"):
+        main([*arguments[:3], str(tmp_path / "corpus" / "picture.png")])
+    assert "left out, not text: picture.png" in capsys.readouterr().out
     code, _, err = command("launch.data", "inspect", "README")
     assert code == 1 and err == "README: no such file or folder; give a shard, or a folder from launch.data prepare\n"
 

@@ -34,6 +34,8 @@ def _prepare_command(options: argparse.Namespace) -> None:
     tokenizer = open_tokenizer(options.tokenizer, options.separator)
     files = list_files(options.files)
     read = {name: path for name, path in files.items() if has_rows(path, options.column) or is_text(path)}
+    for name in files.keys() - read.keys():
+        print(f"left out, not text: {name}", flush=True)
     try:
         prepare(
             read, options.out, validation=options.validation, tokenizer=tokenizer, column=options.column, progress=True
@@ -41,8 +43,6 @@ def _prepare_command(options: argparse.Namespace) -> None:
     except OSError as error:
         where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         raise ValueError(f"{where}; {options.out} was not created") from None
-    for name in files.keys() - read.keys():
-        print(f"left out, not text: {name}")
     for name, path in read.items():
         if looks_like_rows(path) and not has_rows(path, options.column):
             print(
