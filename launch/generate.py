@@ -28,7 +28,7 @@ from launch.config.run_config import count
 from launch.data.documents import has_rows, rows
 from launch.data.tokenizer import Text, Tokenizer, add_options, open_tokenizer
 from launch.evaluate import as_asked
-from launch.inference.trained_model import Changes, Trained, check_length, command_line, open_trained
+from launch.inference.trained_model import Changes, Trained, check_length, check_tokens, command_line, open_trained
 from launch.models.kv_cache import KeyValues
 from launch.models.modules import Llama
 from launch.report.exposed_communication import profiled
@@ -90,7 +90,9 @@ class Sampling:
 
     def chances(self, logits: Tensor) -> Tensor:
         """Return the probabilities with which each token is drawn, fp32 [B, V], from logits [B, V]."""
-        scaled = logits.float() / self.temperature
+        # The largest logit becomes 0, so that a tiny temperature gives -inf and 0, not NaN
+        logits = logits.float() - logits.amax(-1, keepdim=True).float()
+        scaled = logits / max(self.temperature, torch.finfo(torch.float32).tiny)
         if 0 < self.top_k < scaled.shape[-1]:
             least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
             scaled = scaled.masked_fill(scaled < least, -math.inf)
@@ -256,6 +258,8 @@ def main(arguments: Sequence[str]) -> None:
     trained = open_trained(options.checkpoint, [*on_tp(), *changes])
     trained = as_asked(trained, options)
     weights_only.check_tokenizer(options.checkpoint, trained.opened.manifest, options.tokenizer, tokenizer.digest)
+    for (name, _), prompt in zip(texts, prompts, strict=True):
+        check_tokens(trained.config, name, prompt[0].tolist())
     longest = max(prompt.shape[1] for prompt in prompts) + options.tokens
     check_length(trained.config, longest)
     if longest > trained.config.train.sequence:

@@ -25,7 +25,7 @@ from launch.config.run_config import count
 from launch.data.tokenizer import Tokenizer, add_options, open_tokenizer
 from launch.evaluate import as_asked
 from launch.generate import GREEDY, Sampling, on_tp, text_after, whole, write
-from launch.inference.trained_model import Trained, command_line, open_trained
+from launch.inference.trained_model import Trained, check_tokens, command_line, open_trained
 from launch.settings.schema import ConfigError
 from launch.weights import weights_only
 
@@ -114,6 +114,7 @@ def adapted(trained: Trained, tokenizer: Tokenizer) -> Any:
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             found: list[int] = tokenizer.encode([("a request", string.encode())])[0].tolist()
+            check_tokens(trained.config, "a request", found[:-1])
             return found[:-1]  # without the separator
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:

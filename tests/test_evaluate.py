@@ -286,6 +286,8 @@ def test_top_k_and_top_p_keep_the_most_likely_tokens() -> None:
         (generate.Sampling(1.0, top_p=0.75), [0, 4 / 9, 2 / 9, 3 / 9]),
         (generate.Sampling(1.0, top_p=0.01), [0, 1, 0, 0]),
         (generate.Sampling(1.0, top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
+        (generate.Sampling(1e-45), [0, 1, 0, 0]),
+        (generate.Sampling(1e-300, top_k=3, top_p=0.7), [0, 1, 0, 0]),
     ):
         torch.testing.assert_close(sampling.chances(logits), torch.tensor([kept], dtype=torch.float32))
 
@@ -319,6 +321,24 @@ def test_prompts_are_lines_or_rows(tmp_path: Path) -> None:
         ("--prompt", b"x"), ("--prompt", b"y"), (f"{lines}, line 1", b"def"), (f"{lines}, line 3", "K\u00e4se ".encode())
     ]  # fmt: skip
     assert prompts(file=rows) == [(f"{rows}, row 1", b"two\nlines")]
+
+
+def written_with(tokenizer: str, path: str, prompt: str) -> str:
+    """Return the message for a prompt of another tokenizer, of a checkpoint that names none. Runs in a worker."""
+    asked = [path, f"--prompt={prompt}", f"--tokenizer={tokenizer}", "--separator=</s>"]
+    with patch.object(generate.weights_only, "check_tokenizer"):
+        return must_raise(ConfigError, by_main, "generate", *asked)
+
+
+@pytest.mark.ranks(1)
+def test_a_prompt_outside_of_the_vocabulary_is_refused(ranks, checkpoint, tmp_path):
+    package = pytest.importorskip("tokenizers")
+    words = {"</s>": 0, **{str(number): number for number in range(1, 400)}}
+    package.Tokenizer(package.models.WordLevel(words)).save(str(tmp_path / "tokenizer.json"))
+    assert ranks(1).run(written_with, str(tmp_path / "tokenizer.json"), checkpoint[0], "399")[0] == (
+        "--prompt: token 399 is outside of the vocabulary of the model, [model] vocab = 384; give the tokenizer of the "
+        "training with --tokenizer"
+    )
 
 
 @pytest.mark.ranks(1)

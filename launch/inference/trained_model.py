@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +133,16 @@ def quantized(trained: Trained, recipe: str | None, mode: str, calibrate: Callab
         f"{values / 1e6:.3f} MB in bf16"
     )
     return trained
+
+
+def check_tokens(config: Config, name: str, tokens: Iterable[int]) -> None:
+    """Raise ConfigError if a token of the text `name` is outside of the vocabulary of the model."""
+    largest, vocabulary = max(tokens, default=0), config.architecture.vocab
+    if largest >= vocabulary:
+        raise ConfigError(
+            f"{name}: token {largest} is outside of the vocabulary of the model, [model] vocab = {vocabulary}; give the "
+            f"tokenizer of the training with --tokenizer"
+        )
 
 
 def check_length(config: Config, tokens: int) -> None:
