@@ -242,6 +242,15 @@ def test_what_is_missing_is_said_once_and_in_the_plan(monkeypatch, caplog):
     assert "casts" not in plans["bf16"]
 
 
+def test_a_command_without_kernels_names_no_fallback(monkeypatch, capsys):
+    def load_nothing() -> None:
+        raise loader.MissingError(f"native kernels need nvcc, which is not on PATH; {loader.INSTEAD}")
+
+    monkeypatch.setattr(loader, "load", load_nothing)
+    assert loader.load_or_explain() == 2
+    assert capsys.readouterr().err == "native kernels need nvcc, which is not on PATH\n"
+
+
 def test_what_has_kernels_is_named(monkeypatch):
     monkeypatch.setattr(loader, "missing", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -353,9 +353,9 @@ def explain(error: BuildError) -> int:
 
 
 def load_or_explain() -> int:
-    """Load the kernels and return 0, or print the error and return the exit status; for commands."""
+    """Load the kernels and return 0, or print the error and return the exit status; for commands that require kernels."""
     try:
-        load()
+        require()
     except BuildError as error:
         return explain(error)
     return 0
