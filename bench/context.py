@@ -33,7 +33,9 @@ from torch.nn.attention import sdpa_kernel
 import dlp
 from bench.attention import BACKENDS, attend, distance
 from bench.files import add_files, write_files
-from dlp.comm.mesh import init_process_group, shutdown
+from bench.ranks import refuse_one_rank
+from dlp.comm.mesh import init_process_group, shutdown, world_size
+from launch.ranks.process_exit import refuse
 
 HEADS, KV_HEADS, DIM, WARM, COUNT = 32, 8, 128, 3, 10
 ROW = "{cp:2} {tokens:6} {backend:7} {attention:24} "
@@ -98,13 +100,16 @@ def measured(mesh: DeviceMesh, tokens: int, backend: str, device: torch.device) 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("torchrun -m bench.context", description=__doc__.split("\n")[0])
-    parser.add_argument("--cp", nargs="+", type=int, help="divisors of the number of ranks; default: all ranks")
+    parser.add_argument("--cp", nargs="+", type=int, help="divisors >= 2 of the number of ranks; default: all ranks")
     parser.add_argument(
         "--tokens", nargs="+", type=int, default=[8192, 32768], help="tokens of a sequence over all cp ranks"
     )
     parser.add_argument("--backends", nargs="+", default=["flash", "cudnn"], choices=[*BACKENDS][1:])
     add_files(parser, draws=False)
     asked, device = parser.parse_args(arguments), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    refuse_one_rank()
+    if wrong := [cp for cp in asked.cp or () if cp < 2 or world_size() % cp]:
+        refuse(f"--cp: expected divisors >= 2 of the {world_size()} ranks, got {wrong[0]}", code=2)
     init_process_group(device.type)
     meshes, rows = [dlp.build_mesh(cp=cp) for cp in asked.cp or [dist.get_world_size()]], list[dict[str, Any]]()
     say = partial(print, flush=True) if dist.get_rank() == 0 else lambda _: None

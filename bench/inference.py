@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import dlp
 from dlp.comm.mesh import init_process_group, shutdown
+from launch.common.program import run_program
 from launch.config.run_config import Config, load
 from launch.models.initial_weights import init_weights
 from launch.models.modules import Llama
@@ -75,7 +75,7 @@ def measure(config: Config, mode: str, asked: argparse.Namespace, tokens: Tensor
     return rates
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.inference", description=__doc__.split("\n")[0])
     parser.add_argument("--config", default="llama3_1b")
     parser.add_argument("--recipe", default="fp8_current")
@@ -103,8 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         print(f"{mode:8}" + "  ".join(said), flush=True)
     shutdown()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(main)

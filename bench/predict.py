@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from unittest.mock import patch
 
 from dlp.parallel.model import rows
 from dlp.parallel.model.plan import table
+from launch.common.program import run_program
 from launch.config.run_config import load
 from launch.estimate.few_blocks import Extended
 
@@ -81,4 +81,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(main)

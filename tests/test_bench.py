@@ -15,6 +15,7 @@ from bench import operators, ranks, tensor_parallel
 from bench.host_parallel import PLAIN
 from bench.parallel_subjects import shape_of
 from dlp.kernels import loader
+from tests.command import command
 
 SHAPES = ["8192x4096x4096", "512x128x64"]
 Calls = dict[str, list[str]]
@@ -182,3 +183,15 @@ def test_one_rank_has_nobody_to_send_to(program: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ranks, "world_size", lambda: 1)
     with pytest.raises(SystemExit, match="^2: one rank has nothing to .*; start 2 or more"):
         program.main([])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["bench.inference", "--config", "nope"], "nope: no such config"),
+        (["bench.predict", "--runs", "nope.json"], "[Errno 2] No such file or directory: 'nope.json'"),
+    ],
+)
+def test_a_benchmark_that_cannot_start_is_one_sentence(arguments, told):
+    done = command(*arguments)
+    assert done.code > 0 and done.err.startswith(told) and done.err.count("\n") == 1
