@@ -302,7 +302,7 @@ def test_a_recipe_file_returns_a_recipe_and_may_leave_annotations_out(tmp_path: 
         "    return made if custom else made.for_layer('mine')\n"
     )
     assert load("mine", recipes_path=tmp_path, element="e5m2").x == both(CurrentScaling("e5m2"))
-    with pytest.raises(ValueError, match="must return a Recipe; got CustomRecipe: in place .* return custom.for_layer"):
+    with pytest.raises(ValueError, match="must return a Recipe; got CustomRecipe: call custom.for_layer"):
         load("mine", recipes_path=tmp_path, custom=True)
 
 

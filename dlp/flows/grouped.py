@@ -141,7 +141,6 @@ class GroupedLinear(nn.ModuleList):
         separate linears."""
         weights = torch.stack([_values(expert).to(x.dtype) for expert in self])
         offsets = offsets.to(x.device, torch.int32)
-        offsets = offsets.to(x.device, torch.int32)
         y = F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
         if getattr(self[0], "bias", None) is None:
             return y

@@ -414,8 +414,8 @@ def load(name: str, *, recipes_path: str | Path | None = None, **options: Any) -
     recipe = build(**{key: value for key, value in options.items() if key in own})
     if not isinstance(recipe, Recipe):
         raise ValueError(
-            f"recipe {name}: the function recipe must return a Recipe; got {type(recipe).__name__}: in place of a CustomRecipe "
-            f'return custom.for_layer("{name}")'
+            f"recipe {name}: the function recipe must return a Recipe; got {type(recipe).__name__}: call "
+            f'custom.for_layer("{name}") on a CustomRecipe'
         )
     for key, apply in SHARED_OPTIONS.items():
         recipe = apply(recipe, options[key]) if key in options else recipe

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dlp.parallel.model.session import Session, stepping
 
@@ -197,7 +197,12 @@ class GraphedStep(Generic[Result]):
         found = [
             (name, group.get(name)) for each in optimizers for group in each.param_groups for name in each.defaults
         ]
-        return [(name, value) for name, value in found if not any(isinstance(x, Tensor) for x in tree_leaves(value))]
+        return [(name, value) for name, value in found if not any([isinstance(x, Tensor) for x in _each(value)])]
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    """Return the entries of a setting such as betas; another setting as a single entry."""
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
 def graphed_step(step: Callable[..., Result], example_batch: Sequence[Any]) -> GraphedStep[Result]:
