@@ -226,7 +226,7 @@ def load_quantized_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> 
 
 
 class Place(NamedTuple):
-    """Where an entry of the saved codes is loaded.
+    """Destination of an entry of the saved codes.
 
     tensors      tensors of this rank, all of which get the same values
     parameter    the DTensor on whose mesh the entry is sharded; None: every rank loads the full entry

@@ -81,14 +81,14 @@ def linear_options(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     if mode is None:
         return keywords
     size = options.get("tp_size", 1)
-    if size not in (1, None, 1 if group is None else group.size()):
-        raise ValueError(
-            f"tp_size is {size}, but tp_group is None, and a group cannot be set later: pass tp_group to the constructor"
-            if group is None
-            else f"tp_size is {size}, but tp_group has {group.size()} ranks: leave tp_size out"
-        )
     if group is None:
+        if size not in (1, None):
+            raise ValueError(
+                f"tp_size is {size}, but tp_group is None, and a group cannot be set later: pass tp_group to the constructor"
+            )
         return keywords
+    if size not in (1, None, group.size()):
+        raise ValueError(f"tp_size is {size}, but tp_group has {group.size()} ranks: leave tp_size out")
     parallel = {"tensor_parallel_mode": mode, "tensor_parallel_group": group}
     return keywords | parallel | {"sequence_parallel": options.get("sequence_parallel", False)}
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dlp.flows.compressed_models import INDEX, write_file
 from launch.common.optional_packages import need
 
-INDEX = "model.safetensors.index.json"
 ONE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -104,17 +104,12 @@ def write(
     limit    largest size of a file in bytes; a larger tensor gets a file of its own
     header   metadata for the headers of the files; read after `load` of each file, since `load` may add entries
     """
-    torch_part = need("safetensors.torch", "safetensors", f"{folder}: a folder of safetensors")
+    need("safetensors.torch", "safetensors", f"{folder}: a folder of safetensors")
     parts = list(_split(tensors, limit))
     places = {}
     for number, names in enumerate(parts, start=1):
         file = ONE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
-        (folder / file).touch()
-        # safetensors creates files with mode 0600; restore the mode that follows from the umask
-        mode = (folder / file).stat().st_mode
-        loaded = load(names)
-        torch_part.save_file(loaded, folder / file, metadata={"format": "pt", **(header or {})})
-        (folder / file).chmod(mode)
+        write_file(folder / file, load(names), header or {})
         places.update(dict.fromkeys(names, file))
     if len(parts) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
